@@ -60,12 +60,8 @@ Status check_weighted(const CodedAttention& call) {
     return invalid("weighted.sink_tokens must be 0 to 16");
   }
   if (w.pairing == RopePairing::kNone) return Status::ok();
-  if (w.rotary_dims < 2 || w.rotary_dims % 2 != 0 || w.rotary_dims > call.head_dim ||
-      w.num_block_turns < 0 || w.place_turns == nullptr || w.block_turns == nullptr) {
+  if (w.num_block_turns < 0 || w.place_turns == nullptr || w.block_turns == nullptr) {
     return invalid("weighted: the turns of RoPE");
-  }
-  if (w.pairing == RopePairing::kHalves && w.rotary_dims != call.head_dim) {
-    return unsupported("RoPE in halves over a part of the head");
   }
   return Status::ok();
 }

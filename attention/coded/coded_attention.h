@@ -70,13 +70,11 @@ struct WeightedRows {
   const float* key_scales = nullptr;      // [num_steps, head_dim]
   const uint16_t* key_means = nullptr;    // fp16, [num_steps, head_dim], ordered
   const uint16_t* place_turns = nullptr;  // fp16, [64 * head_dim]; null without RoPE
-  // Cosines and sines, [num_block_turns, rotary_dims / 2, 2], of the first coded position of each
-  // block: position sink_tokens in block 0. Null without RoPE.
-  const float* block_turns = nullptr;
+  // fp16, [num_block_turns, head_dim], ordered: cosines and sines of the first coded position of
+  // each block, position sink_tokens in block 0. Null without RoPE.
+  const uint16_t* block_turns = nullptr;
   int32_t num_block_turns = 0;  // a row of more blocks is kCorrupt, unless without RoPE
-  int32_t rotary_dims = 0;
-  int32_t sink_tokens = 0;  // of every row that has blocks, at most kMostRawSinks
-  // kHalves over the whole head, or kNeighbours; else kUnsupported.
+  int32_t sink_tokens = 0;      // of every row that has blocks, at most kMostRawSinks
   RopePairing pairing = RopePairing::kNone;
 };
 inline constexpr int32_t kMostRawSinks = 16;

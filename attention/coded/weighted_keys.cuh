@@ -25,12 +25,6 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
     return static_cast<const uint16_t*>(call.q) +
            (int64_t{row} * params.row_columns + column) * kHeadDim;
   }
-  // Cosines and sines of the first position of a block of the row.
-  __device__ __forceinline__ const float* block_turns(int32_t block) const {
-    const int32_t dims = kHalves ? kHeadDim : call.weighted.rotary_dims;
-    return call.weighted.block_turns + int64_t{block} * dims;
-  }
-
   // The queries as the keys of a block see them: times the scales of the channels, turned back by
   // the block's first position. The largest scale is 1/2, so that fp16 holds every query that is
   // turned back.
@@ -40,35 +34,36 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
     const bool there = g < call.columns;
     const uint16_t* q = query(row.row_index, there ? g : 0) + 2 * t;
     const float* scale = call.weighted.key_scales + int64_t{row.step} * kHeadDim + 2 * t;
-    const float* by = block_turns(block);
-    const auto load = [&](int32_t d) {
-      return there ? *reinterpret_cast<const uint32_t*>(q + d) : 0u;
+    const uint16_t* by = call.weighted.block_turns + int64_t{block} * kHeadDim;
+    const auto load = [&](int32_t d, uint32_t scales) {
+      return there ? multiply_halves(*reinterpret_cast<const uint32_t*>(q + d), scales) : 0u;
     };
 #pragma unroll
     for (int f = 0; f < (kHalves ? kPairBlocks : kDimBlocks); ++f) {
+      uint32_t turn[4] = {};  // of halves: cosines and sines of both registers
+      if constexpr (kHalves) {
+        const uint4 x = *reinterpret_cast<const uint4*>(by + (4 * f + t) * 8);
+        turn[0] = x.x, turn[1] = x.y, turn[2] = x.z, turn[3] = x.w;
+      } else if constexpr (kNeighbours) {
+        const uint2 x = *reinterpret_cast<const uint2*>(by + (4 * f + t) * 4);
+        turn[0] = x.x, turn[1] = x.y;
+      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int32_t d = 16 * f + 8 * h;
-        const float2 x = unpack_halves(load(d));
         const float2 of = *reinterpret_cast<const float2*>(scale + d);
+        const uint32_t scales = pack_halves(of.x, of.y), x = load(d, scales);
         if constexpr (kHalves) {
-          const float2 y = unpack_halves(load(d + kHeadDim / 2));
-          const float4 turn = *reinterpret_cast<const float4*>(by + 2 * (d + 2 * t));
-          const float cos[2] = {of.x * turn.x, of.y * turn.z};
-          const float sin[2] = {of.x * turn.y, of.y * turn.w};
-          state.q[f][h] = pack_halves(x.x * cos[0] + y.x * sin[0], x.y * cos[1] + y.y * sin[1]);
-          state.q[f + kPairBlocks][h] =
-              pack_halves(y.x * cos[0] - x.x * sin[0], y.y * cos[1] - x.y * sin[1]);
+          const uint32_t y = load(d + kHeadDim / 2, scales);
+          const uint32_t cos = turn[2 * h], sin = turn[2 * h + 1];
+          state.q[f][h] = fma_halves(x, cos, multiply_halves(y, sin));
+          state.q[f + kPairBlocks][h] = fma_halves(y, cos, negate_halves(multiply_halves(x, sin)));
         } else if constexpr (kNeighbours) {
-          const int32_t pair = 8 * f + 4 * h + t;
-          float2 turn = {1.0f, 0.0f};
-          if (2 * pair < call.weighted.rotary_dims) {
-            turn = *reinterpret_cast<const float2*>(by + 2 * pair);
-          }
-          state.q[f][h] = pack_halves(of.x * (x.x * turn.x + x.y * turn.y),
-                                      of.y * (x.y * turn.x - x.x * turn.y));
+          const uint32_t cos = low_halves(turn[h], turn[h]), sin = high_halves(turn[h], turn[h]);
+          const uint32_t crossed = __byte_perm(x, 0, 0x1032) ^ 0x80000000u;  // (second, -first)
+          state.q[f][h] = fma_halves(x, cos, multiply_halves(crossed, sin));
         } else {
-          state.q[f][h] = pack_halves(of.x * x.x, of.y * x.y);
+          state.q[f][h] = x;
         }
       }
     }

@@ -56,6 +56,28 @@ void place_turns_of_neighbours(const RopeTable& rope, int32_t head_dim,
   }
 }
 
+// Per (dim block, lane % 4, register of the query): of a dim block of the first half and its
+// partner the cosines of two pairs and then their sines; of neighbours a cosine and a sine.
+void block_turns(const RopeTable& rope, int64_t position, int32_t head_dim,
+                 std::vector<uint16_t>* out) {
+  const auto turn = [&](int32_t pair) {
+    return pair < rope.pairs ? rope.at(position, pair) : Turn{};
+  };
+  const bool halves = rope.pairing == RopePairing::kHalves;
+  for (int32_t f = 0; f < head_dim / (halves ? 32 : 16); ++f) {
+    for (int32_t i = 0; i < 8; ++i) {
+      const int32_t d = kDimBlock * f + i % 2 * 8 + i / 2 * 2;
+      if (halves) {
+        const Turn a = turn(d), b = turn(d + 1);
+        for (const float x : {a.cos, b.cos, a.sin, b.sin}) out->push_back(float_to_half(x));
+      } else {
+        const Turn a = turn(d / 2);
+        for (const float x : {a.cos, a.sin}) out->push_back(float_to_half(x));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row) {
@@ -109,12 +131,7 @@ Result<WeightedTurns> weighted_turns(const RopeTable& rope, int32_t head_dim, in
     place_turns_of_neighbours(rope, head_dim, &turns.place);
   }
   for (int32_t b = 0; b < rope.blocks; ++b) {
-    for (int32_t pair = 0; pair < rope.pairs; ++pair) {
-      const int64_t first = b == 0 ? sink_tokens : int64_t{kBlockTokens} * b;
-      const Turn turn = rope.at(first, pair);
-      turns.block.push_back(turn.cos);
-      turns.block.push_back(turn.sin);
-    }
+    block_turns(rope, b == 0 ? sink_tokens : int64_t{kBlockTokens} * b, head_dim, &turns.block);
   }
   return turns;
 }

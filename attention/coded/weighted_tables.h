@@ -33,7 +33,7 @@ Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row);
 // WeightedRows::place_turns and block_turns.
 struct WeightedTurns {
   std::vector<uint16_t> place;  // fp16; empty without RoPE
-  std::vector<float> block;     // [rope.blocks, pairs, 2]
+  std::vector<uint16_t> block;  // fp16 [rope.blocks, head_dim]
 };
 // kUnsupported, naming it, for a rotation that attention has no kernel for: halves of a part of the
 // head.

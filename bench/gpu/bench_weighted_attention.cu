@@ -263,7 +263,8 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   if (!turns.is_ok()) fail(turns.status().message());
   const Device<uint16_t> key_means(channels->means), place(turns->place);
   const Device<float> key_scales(channels->scales);
-  const Device<float> block(turns->block), unit(std::vector<float>{channels->unit}),
+  const Device<uint16_t> block(turns->block);
+  const Device<float> unit(std::vector<float>{channels->unit}),
       value_step(std::vector<float>{row.value_step});
   std::vector<CodedRow> all;
   for (int32_t i = 0; i < rows * sets; ++i) {
@@ -287,7 +288,6 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   call.weighted.place_turns = place.get();
   call.weighted.block_turns = block.get();
   call.weighted.num_block_turns = table->blocks;
-  call.weighted.rotary_dims = 2 * table->pairs;
   call.weighted.sink_tokens = kSinks;
   call.weighted.pairing = v.pairing;
   call.q = q.get();

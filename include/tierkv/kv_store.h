@@ -258,6 +258,7 @@ class TKV_API KvStore final {
   Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size);
 
  private:
+  friend class store::Engine;
   explicit KvStore(std::unique_ptr<store::Engine> engine);
   std::unique_ptr<store::Engine> engine_;
 };

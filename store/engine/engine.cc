@@ -3,126 +3,163 @@
 
 #include <utility>
 
+#include "codec/policy/profile.h"
+#include "store/place/host_place.h"
 #include "store/rows/row_format.h"
 #include "store/transfer/sequence_chunks.h"
 
-namespace tierkv::store {
+namespace tierkv {
 
-Engine::Engine(const StoreConfig& config, const TokenLaws& laws)
-    : config_(config), laws_(laws), sequences_(config_, laws) {}
+std::unique_ptr<KvStore> store::Engine::make(const StoreConfig& config, const TokenLaws& laws,
+                                             std::unique_ptr<Place> place) {
+  return std::unique_ptr<KvStore>(
+      new KvStore(std::make_unique<Engine>(config, laws, std::move(place))));
+}
 
-Result<SequenceId> Engine::add_sequence() {
-  const Result<int32_t> slot = sequences_.free_slot();
+// What keys are rotated by belongs to what a sequence is, wherever it comes from.
+StoreConfig store::resolve(const StoreConfig& config) {
+  StoreConfig resolved = config;
+  if (config.rope.empty() && config.profile != nullptr) resolved.rope = config.profile->rope;
+  return resolved;
+}
+
+Result<std::unique_ptr<KvStore>> KvStore::create(const StoreConfig& config) {
+  if (Status s = config.validate(); !s) return s;
+  const StoreConfig resolved = store::resolve(config);
+  Result<std::unique_ptr<store::RowFormat>> format = store::make_row_format(resolved);
+  if (!format) return format.status();
+  Result<std::unique_ptr<store::HostPlace>> place =
+      store::HostPlace::make(resolved, std::move(*format));
+  if (!place) return place.status();
+  const store::TokenLaws laws = (*place)->laws();
+  return store::Engine::make(resolved, laws, std::move(*place));
+}
+
+KvStore::KvStore(std::unique_ptr<store::Engine> engine) : engine_(std::move(engine)) {}
+KvStore::~KvStore() = default;
+
+const StoreConfig& KvStore::config() const {
+  return engine_->config;
+}
+Status KvStore::take_status() {
+  return engine_->place->take_status();
+}
+Shortage KvStore::shortage() const {
+  return engine_->place->shortage();
+}
+
+Result<SequenceId> KvStore::add_sequence() {
+  const Result<int32_t> slot = engine_->sequences.free_slot();
   if (!slot) return slot.status();
-  if (Status s = place_->open(*slot); !s) return s;
-  return sequences_.claim(*slot, {});
+  if (Status s = engine_->place->open(*slot); !s) return s;
+  return engine_->sequences.claim(*slot, {});
 }
 
 // A step is compressed here for all layers at once, a longer chunk layer by layer in append().
-Status Engine::begin(SequenceList sequences, int32_t tokens) {
-  if (Status s = sequences_.admit_begin(sequences, tokens, &moves_); !s) return s;
+Status KvStore::begin(SequenceList sequences, int32_t tokens) {
+  if (Status s = engine_->sequences.admit_begin(sequences, tokens, &engine_->moves); !s) return s;
   if (tokens <= kMaxStepTokens) {
-    if (Status s = place_->compress(moves_, tokens); !s) return s;
-    sequences_.commit(moves_);
+    if (Status s = engine_->place->compress(engine_->moves, tokens); !s) return s;
+    engine_->sequences.commit(engine_->moves);
   }
-  sequences_.promise(moves_, tokens);
+  engine_->sequences.promise(engine_->moves, tokens);
   return Status::ok();
 }
 
-Status Engine::append(const LayerAppend& call) {
-  if (Status s = sequences_.admit_append(call, &moves_); !s) return s;
-  if (Status s = place_->append(call, moves_); !s) return s;
-  sequences_.commit(moves_);
+Status KvStore::append(const LayerAppend& call) {
+  if (Status s = engine_->sequences.admit_append(call, &engine_->moves); !s) return s;
+  if (Status s = engine_->place->append(call, engine_->moves); !s) return s;
+  engine_->sequences.commit(engine_->moves);
   return Status::ok();
 }
 
-Status Engine::attend(const LayerAttend& call) {
-  if (Status s = sequences_.admit_attend(call, &moves_); !s) return s;
-  return place_->attend(call, moves_);
+Status KvStore::attend(const LayerAttend& call) {
+  if (Status s = engine_->sequences.admit_attend(call, &engine_->moves); !s) return s;
+  return engine_->place->attend(call, engine_->moves);
 }
 
-Status Engine::decode_range(const LayerRange& range) {
-  const Result<LayerMove> move = sequences_.admit_range(range);
-  return move ? place_->decode(range, *move) : move.status();
+Status KvStore::decode_range(const LayerRange& range) {
+  const Result<store::LayerMove> move = engine_->sequences.admit_range(range);
+  return move ? engine_->place->decode(range, *move) : move.status();
 }
 
-Status Engine::note_replay(SequenceList sequences, int32_t tokens) {
+Status KvStore::note_replay(SequenceList sequences, int32_t tokens) {
   if (tokens > kMaxStepTokens) {
     return Status(StatusCode::kInvalidArgument, "tokens: a step has at most kMaxStepTokens");
   }
-  if (Status s = sequences_.admit_begin(sequences, tokens, &moves_); !s) return s;
-  if (Status s = place_->note_replay(moves_, tokens); !s) return s;
-  for (LayerMove& move : moves_) move.to.tokens += tokens;
-  sequences_.commit(moves_);
-  sequences_.promise(moves_, tokens);
+  if (Status s = engine_->sequences.admit_begin(sequences, tokens, &engine_->moves); !s) return s;
+  if (Status s = engine_->place->note_replay(engine_->moves, tokens); !s) return s;
+  for (store::LayerMove& move : engine_->moves) move.to.tokens += tokens;
+  engine_->sequences.commit(engine_->moves);
+  engine_->sequences.promise(engine_->moves, tokens);
   return Status::ok();
 }
 
-Result<SequenceId> Engine::fork(SequenceId source) {
-  const Result<int32_t> from = sequences_.complete_slot_of(source);
+Result<SequenceId> KvStore::fork(SequenceId source) {
+  const Result<int32_t> from = engine_->sequences.complete_slot_of(source);
   if (!from) return from.status();
-  const Result<int32_t> to = sequences_.free_slot();
+  const Result<int32_t> to = engine_->sequences.free_slot();
   if (!to) return to.status();
-  LayerMoves layers = sequences_.layers_of(*from);
-  if (Status s = place_->fork(*from, *to, layers); !s) return s;
-  const SequenceId id = sequences_.claim(*to, {});
-  for (LayerMove& move : layers) move.slot = *to;
-  sequences_.commit(layers);
-  sequences_.set_tokens(*to, sequences_.tokens(*from));
+  store::LayerMoves layers = engine_->sequences.layers_of(*from);
+  if (Status s = engine_->place->fork(*from, *to, layers); !s) return s;
+  const SequenceId id = engine_->sequences.claim(*to, {});
+  for (store::LayerMove& move : layers) move.slot = *to;
+  engine_->sequences.commit(layers);
+  engine_->sequences.set_tokens(*to, engine_->sequences.tokens(*from));
   return id;
 }
 
-Status Engine::truncate(SequenceId sequence, int32_t tokens) {
-  if (Status s = sequences_.admit_truncate(sequence, tokens, &moves_); !s) return s;
-  if (Status s = place_->truncate(moves_); !s) return s;
-  sequences_.commit(moves_);
-  sequences_.set_tokens(sequence.slot, tokens);
+Status KvStore::truncate(SequenceId sequence, int32_t tokens) {
+  if (Status s = engine_->sequences.admit_truncate(sequence, tokens, &engine_->moves); !s) return s;
+  if (Status s = engine_->place->truncate(engine_->moves); !s) return s;
+  engine_->sequences.commit(engine_->moves);
+  engine_->sequences.set_tokens(sequence.slot, tokens);
   return Status::ok();
 }
 
-Status Engine::release(SequenceId sequence) {
-  const Result<int32_t> slot = sequences_.slot_of(sequence);
+Status KvStore::release(SequenceId sequence) {
+  const Result<int32_t> slot = engine_->sequences.slot_of(sequence);
   if (!slot) return slot.status();
-  if (Status s = place_->release(*slot); !s) return s;
-  sequences_.release(*slot);
+  if (Status s = engine_->place->release(*slot); !s) return s;
+  engine_->sequences.release(*slot);
   return Status::ok();
 }
 
-Result<int32_t> Engine::num_tokens(SequenceId sequence) const {
-  const Result<int32_t> slot = sequences_.slot_of(sequence);
+Result<int32_t> KvStore::num_tokens(SequenceId sequence) {
+  const Result<int32_t> slot = engine_->sequences.slot_of(sequence);
   if (!slot) return slot.status();
-  return sequences_.tokens(*slot);
+  return engine_->sequences.tokens(*slot);
 }
 
-Result<int64_t> Engine::bytes_held(SequenceId sequence) const {
-  const Result<int32_t> slot = sequences_.slot_of(sequence);
+Result<int64_t> KvStore::bytes_held(SequenceId sequence) {
+  const Result<int32_t> slot = engine_->sequences.slot_of(sequence);
   if (!slot) return slot.status();
   StoreUsage usage;
-  if (Status s = place_->add_usage({}, &usage); !s) return s;
-  const Result<int64_t> pages = place_->pages_of(*slot);
+  if (Status s = engine_->place->add_usage({}, &usage); !s) return s;
+  const Result<int64_t> pages = engine_->place->pages_of(*slot);
   if (!pages) return pages.status();
   return *pages * usage.page_bytes + usage.slot_bytes;
 }
 
-Result<StoreUsage> Engine::usage() const {
+Result<StoreUsage> KvStore::usage() {
   StoreUsage usage;
-  const LayerMoves layers = sequences_.all_layers();
-  if (Status s = place_->add_usage(layers, &usage); !s) return s;
-  usage.sequences = sequences_.open_count();
-  const int64_t heads = config_.layout.num_kv_heads;
-  for (const LayerMove& move : layers) {
-    usage.sink_tokens += heads * sink_count(laws_, move.from);
-    usage.body_tokens += heads * body_count(laws_, move.from);
-    usage.ring_tokens += heads * ring_count(laws_, move.from);
+  const store::LayerMoves layers = engine_->sequences.all_layers();
+  if (Status s = engine_->place->add_usage(layers, &usage); !s) return s;
+  usage.sequences = engine_->sequences.open_count();
+  const int64_t heads = engine_->config.layout.num_kv_heads;
+  for (const store::LayerMove& move : layers) {
+    usage.sink_tokens += heads * store::sink_count(engine_->laws, move.from);
+    usage.body_tokens += heads * store::body_count(engine_->laws, move.from);
+    usage.ring_tokens += heads * store::ring_count(engine_->laws, move.from);
   }
-  const int64_t token_bytes = int64_t{4} * config_.layout.head_dim;
+  const int64_t token_bytes = int64_t{4} * engine_->config.layout.head_dim;
   const int64_t raw = usage.sink_tokens + usage.ring_tokens;
   usage.raw_bytes = (raw + usage.body_tokens) * token_bytes;
   usage.nominal_bytes += raw * token_bytes;
   return usage;
 }
 
-Result<std::vector<uint8_t>> Engine::export_sequence(SequenceId sequence) {
+Result<std::vector<uint8_t>> KvStore::export_sequence(SequenceId sequence) {
   std::vector<uint8_t> bytes;
   Status s = export_sequence(sequence, [&](size_t size) {
     bytes.resize(size);
@@ -132,28 +169,29 @@ Result<std::vector<uint8_t>> Engine::export_sequence(SequenceId sequence) {
   return bytes;
 }
 
-Status Engine::export_sequence(SequenceId sequence, const ExportTarget& target) {
-  const Result<int32_t> slot = sequences_.complete_slot_of(sequence);
+Status KvStore::export_sequence(SequenceId sequence, const ExportTarget& target) {
+  const Result<int32_t> slot = engine_->sequences.complete_slot_of(sequence);
   if (!slot) return slot.status();
-  const Result<SequenceSource> source = place_->export_parts(sequences_.layers_of(*slot));
+  const Result<store::SequenceSource> source =
+      engine_->place->export_parts(engine_->sequences.layers_of(*slot));
   if (!source) return source.status();
-  return write_sequence(config_, place_->identity(), *source, target);
+  return store::write_sequence(engine_->config, engine_->place->identity(), *source, target);
 }
 
-Result<SequenceId> Engine::import_sequence(const uint8_t* bytes, size_t size) {
+Result<SequenceId> KvStore::import_sequence(const uint8_t* bytes, size_t size) {
   if (bytes == nullptr) return Status(StatusCode::kInvalidArgument, "bytes is null");
-  const Result<SequenceParts> parts =
-      read_sequence(config_, laws_, place_->identity(), bytes, size);
+  const Result<store::SequenceParts> parts =
+      store::read_sequence(engine_->config, engine_->laws, engine_->place->identity(), bytes, size);
   if (!parts) return parts.status();
-  const Result<int32_t> slot = sequences_.free_slot();
+  const Result<int32_t> slot = engine_->sequences.free_slot();
   if (!slot) return slot.status();
-  if (Status s = place_->import_parts(*slot, *parts); !s) return s;
-  const SequenceId id = sequences_.claim(*slot, {});
-  LayerMoves layers = sequences_.layers_of(*slot);
-  for (LayerMove& move : layers) move.to = parts->layers[move.layer];
-  sequences_.commit(layers);
-  sequences_.set_tokens(*slot, parts->layers[0].tokens);
+  if (Status s = engine_->place->import_parts(*slot, *parts); !s) return s;
+  const SequenceId id = engine_->sequences.claim(*slot, {});
+  store::LayerMoves layers = engine_->sequences.layers_of(*slot);
+  for (store::LayerMove& move : layers) move.to = parts->layers[move.layer];
+  engine_->sequences.commit(layers);
+  engine_->sequences.set_tokens(*slot, parts->layers[0].tokens);
   return id;
 }
 
-}  // namespace tierkv::store
+}  // namespace tierkv

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
+#include <utility>
 
 #include "store/engine/sequences.h"
 #include "store/place/place.h"
@@ -13,40 +13,20 @@
 
 namespace tierkv::store {
 
+// What a KvStore is made of.
 class Engine {
  public:
-  // The config is valid and outlived by the engine's own copy.
-  Engine(const StoreConfig& config, const TokenLaws& laws);
-  // Before all other calls.
-  void set_place(std::unique_ptr<Place> place) { place_ = std::move(place); }
+  Engine(const StoreConfig& of_config, const TokenLaws& of_laws, std::unique_ptr<Place> of_place)
+      : config(of_config), laws(of_laws), sequences(config, of_laws), place(std::move(of_place)) {}
+  // The config is valid.
+  static std::unique_ptr<KvStore> make(const StoreConfig& config, const TokenLaws& laws,
+                                       std::unique_ptr<Place> place);
 
-  const StoreConfig& config() const { return config_; }
-  const TokenLaws& laws() const { return laws_; }
-  const Place& place() const { return *place_; }
-
-  Result<SequenceId> add_sequence();
-  Status begin(SequenceList sequences, int32_t tokens);
-  Status append(const LayerAppend& call);
-  Status attend(const LayerAttend& call);
-  Status decode_range(const LayerRange& range);
-  Status note_replay(SequenceList sequences, int32_t tokens);
-  Status take_status() { return place_->take_status(); }
-  Result<SequenceId> fork(SequenceId source);
-  Status truncate(SequenceId sequence, int32_t tokens);
-  Status release(SequenceId sequence);
-  Result<int32_t> num_tokens(SequenceId sequence) const;
-  Result<int64_t> bytes_held(SequenceId sequence) const;
-  Result<StoreUsage> usage() const;
-  Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
-  Status export_sequence(SequenceId sequence, const ExportTarget& target);
-  Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size);
-
- private:
-  StoreConfig config_;
-  TokenLaws laws_;
-  Sequences sequences_;
-  std::unique_ptr<Place> place_;
-  LayerMoves moves_;  // of the call under way
+  StoreConfig config;
+  TokenLaws laws;
+  Sequences sequences;
+  std::unique_ptr<Place> place;
+  LayerMoves moves;  // of the call under way
 };
 
 // With what it takes from its profile.

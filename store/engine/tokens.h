@@ -95,6 +95,14 @@ struct alignas(8) RawScore {
   int32_t count = 0;
 };
 
+// Byte of an element of token t in fp16 tiles of 16 tokens, in the order of the tensor cores'
+// fragments.
+TKV_HD constexpr int32_t raw_tile_byte(int32_t head_dim, Component c, int32_t t, int32_t dim) {
+  const TileLayout tile = {kRawCodes, head_dim};
+  const CodePosition at = code_position(tile, c, t % kTileTokens, dim);
+  return t / kTileTokens * tile.bytes() + at.byte + at.bit / 8;
+}
+
 // The raw memory of a row, fp16: the ring as tiles of 16 tokens in the order of the tensor cores'
 // fragments, first those of keys, then of values (position p at index p % ring_tokens); sinks token
 // by token, keys, then values; a RawScore for each index of the ring. Offsets in bytes.
@@ -117,13 +125,10 @@ struct RawLayout {
         scores(value_sinks + laws.sink_tokens * dim * 2),
         row_bytes(static_cast<int32_t>(round_up(scores + 8 * laws.ring_tokens, 128))) {}
 
-  TKV_HD constexpr TileLayout tile() const { return {kRawCodes, head_dim}; }
   // Byte of an element of the token at a position of the ring.
   TKV_HD constexpr int32_t ring_byte(Component c, int32_t position, int32_t dim) const {
-    const int32_t index = position % ring_tokens;
-    const CodePosition at = code_position(tile(), c, index % kTileTokens, dim);
-    return (c == Component::kKey ? 0 : value_ring) + index / kTileTokens * tile().bytes() +
-           at.byte + at.bit / 8;
+    return (c == Component::kKey ? 0 : value_ring) +
+           raw_tile_byte(head_dim, c, position % ring_tokens, dim);
   }
   TKV_HD constexpr int32_t sink_byte(Component c, int32_t position, int32_t dim) const {
     return (c == Component::kKey ? sinks : value_sinks) + (position * head_dim + dim) * 2;

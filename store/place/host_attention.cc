@@ -120,7 +120,6 @@ void HostPlace::count_query(const LayerMove& move, int32_t kv_head, int32_t posi
     ++score.count;
     write_score(raw_, row, p, score);
   }
-  format_->observe(layer_of(move), kv_head, position, probabilities.data());
 }
 
 // By the chunk's queries over all that the layer holds and the chunk.

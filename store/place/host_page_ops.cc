@@ -10,6 +10,13 @@
 
 namespace tierkv::store {
 
+Status out_of_pages(int64_t needed, int64_t free, int64_t page_bytes, Shortage* shortage) {
+  *shortage = {needed - free, (needed - free) * page_bytes};
+  return Status(StatusCode::kOutOfPages,
+                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free; " +
+                    std::to_string(shortage->bytes) + " bytes are missing");
+}
+
 Status HostPlace::run(const PageOp& op) {
   if (Status s = run_page_op_host(pages_.allocator, op); !s) return s;
   const OpReport& report = *op.report;
@@ -25,11 +32,7 @@ Status HostPlace::run(const PageOp& op) {
 Status HostPlace::require_pages(int64_t needed) {
   const RingCursors& cursors = *pages_.allocator.ring.cursors;
   const int64_t free = cursors.end - cursors.start;
-  if (needed <= free) return Status::ok();
-  shortage_ = {needed - free, (needed - free) * pages_.page_bytes};
-  return Status(StatusCode::kOutOfPages,
-                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free; " +
-                    std::to_string(shortage_.bytes) + " bytes are missing");
+  return needed <= free ? Status::ok() : out_of_pages(needed, free, pages_.page_bytes, &shortage_);
 }
 
 std::vector<SideCounts> HostPlace::counts_of(int32_t slot) const {
@@ -38,28 +41,8 @@ std::vector<SideCounts> HostPlace::counts_of(int32_t slot) const {
   return {first, first + rows};
 }
 
-// A page that others share does not come back, and what is kept of it moves to a new one.
-HostPlace::PageDemand HostPlace::demand_of(int32_t row, const SideCounts& kept,
-                                           const SideCounts& after) const {
-  const PageTableShape& table = pages_.allocator.shape.table;
-  PageDemand demand;
-  for (int32_t side = 0; side < table.num_sides; ++side) {
-    const int32_t per_page = table.tokens_per_page[side];
-    const int32_t kept_pages = pages_for(kept.of[side], per_page);
-    demand.fresh += pages_for(after.of[side], per_page) - kept_pages;
-    for (int32_t p = kept.of[side] / per_page; p < pages_.allocator.pages[row].of[side]; ++p) {
-      const bool shared = is_frozen(pages_.allocator, pages_.page(row, side, p));
-      demand.fresh -= p >= kept_pages && !shared ? 1 : 0;
-      demand.exchanged += p < kept_pages && shared ? 1 : 0;
-    }
-  }
-  demand.fresh += demand.exchanged;
-  return demand;
-}
-
 Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
                              const std::vector<LayerPlan>& plans) {
-  const PageTableShape& table = pages_.allocator.shape.table;
   std::map<int32_t, std::vector<SideCounts>> kept, target;  // by slot; kept where it is not all
   PageDemand needed;
   for (size_t i = 0; i < layers.size(); ++i) {
@@ -72,14 +55,11 @@ Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
       const int32_t row = pages_.row(slot, layers[i].layer, static_cast<int32_t>(r));
       const SideCounts& after = target[slot][in_slot] = plans[i].tokens[r];
       if (cuts) kept[slot][in_slot] = plans[i].kept[r];
-      const PageDemand of_row = demand_of(row, cuts ? plans[i].kept[r] : pages_.tokens(row), after);
+      const PageDemand of_row =
+          page_demand(pages_.allocator, row, cuts ? plans[i].kept[r] : pages_.tokens(row), after);
       needed.fresh += of_row.fresh;
       needed.exchanged += of_row.exchanged;
-      int32_t pages[kMaxTables] = {};
-      for (int32_t side = 0; side < table.num_sides; ++side) {
-        pages[side / 2] += pages_for(after.of[side], table.tokens_per_page[side]);
-      }
-      if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
+      if (of_row.is_beyond) {
         return Status(StatusCode::kOutOfRange,
                       "sequence " + std::to_string(slot) + ": more pages than its table has");
       }

@@ -54,9 +54,8 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
   const Result<PageAllocator> a = make_page_allocator(layout.allocator, allocator_memory_.get(),
                                                       allocator_bytes(layout.allocator).total);
   if (!a) return a.status();
-  pages_ = {*a, static_cast<uint8_t*>(page_memory_.get()),
-            places_.empty() ? nullptr : places_.data(), layout.page_bytes,
-            format->sizes().rows_per_layer};
+  pages_ = {*a, static_cast<uint8_t*>(page_memory_.get()), layout.page_bytes,
+            format->sizes().rows_per_layer, places_.empty() ? nullptr : places_.data()};
   format->bind(pages_);
   format_ = std::move(format);
   return Status::ok();
@@ -114,14 +113,8 @@ uint8_t* HostPlace::raw_row(const LayerMove& move, int32_t kv_head) const {
 Status HostPlace::open(int32_t slot) {
   OpReport report;
   if (Status s = run(PageOp::open({&slot, 1}, &report)); !s) return s;
-  for (int32_t l = 0; l < config_.layout.num_layers; ++l) open_layer(slot, l);
+  std::memset(slot_bytes(slot), 0, static_cast<size_t>(layout_.slot_bytes));
   return Status::ok();
-}
-
-void HostPlace::open_layer(int32_t slot, int32_t layer) {
-  const HostLayer empty = layer_of({slot, layer, {}, {}});
-  std::memset(empty.raw, 0, static_cast<size_t>(layout_.layer_bytes));
-  format_->open(empty);
 }
 
 Status HostPlace::release(int32_t slot) {

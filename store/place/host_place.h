@@ -50,8 +50,9 @@ class HostPlace final : public Place {
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
-  // The same for a mirror, which must be emptied after a failure. take() makes the table's rows hold what the layers are to hold.
-  // written(), which may be null, is told each layer whose bytes are there, by several threads.
+  // The same for a mirror, which must be emptied after a failure. take() makes the table's rows
+  // hold what the layers are to hold. written(), which may be null, is told each layer whose bytes
+  // are there, by several threads.
   struct ImportSteps {
     std::function<Status(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>&)> take;
     std::function<Status(int32_t layer)> written;
@@ -59,7 +60,7 @@ class HostPlace final : public Place {
   };
   Status import_parts(int32_t slot, const SequenceParts& parts, const ImportSteps& steps);
 
-  const HostPagesView& pages() const { return pages_; }
+  const PagesView& pages() const { return pages_; }
   uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror
   RowFormat* format() const { return format_.get(); }
   // For tests.
@@ -82,12 +83,6 @@ class HostPlace final : public Place {
                 uint8_t* pruned) const;
   // Plans, takes the pages and writes; all or nothing.
   Status compress_works(const std::vector<BodyWork>& works);
-  // What a table row costs that keeps `kept` of what it holds and then grows to `after`.
-  struct PageDemand {
-    int64_t fresh = 0;      // pages taken less those given back
-    int64_t exchanged = 0;  // pages taken before any is given back
-  };
-  PageDemand demand_of(int32_t row, const SideCounts& kept, const SideCounts& after) const;
   // Pages for these plans, one for each layer. kOutOfPages; kOutOfRange beyond a table.
   Status take_pages(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>& plans);
   Status require_pages(int64_t needed);
@@ -103,8 +98,6 @@ class HostPlace final : public Place {
                    const std::vector<float>& probabilities);
   int64_t raw_part_bytes(LayerTokens at) const;
   void export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const;
-  // Empties a layer of an opened slot.
-  void open_layer(int32_t slot, int32_t layer);
   Status import_raw(const LayerMove& move, int32_t kv_head, std::span<const uint8_t> raw) const;
 
   StoreConfig config_;
@@ -112,7 +105,7 @@ class HostPlace final : public Place {
   RawRows raw_;
   std::unique_ptr<RowFormat> format_;
   Memory allocator_memory_, page_memory_, slot_memory_;
-  HostPagesView pages_;
+  PagesView pages_;
   std::vector<int32_t> places_;  // of a mirror
   int64_t most_pages_ = 0;
   Shortage shortage_;

@@ -146,8 +146,8 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const I
     return Status::ok();
   };
   const auto plan_layer = [&](int32_t l) {
-    open_layer(slot, l);
     layers[l] = layer_of({slot, l, {}, {}});
+    std::memset(layers[l].raw, 0, static_cast<size_t>(layout_.layer_bytes));
     Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(
         {{layers[l], parts.layers[l].body_end, parts.shared[l],
           std::span(parts.bodies).subspan(l * heads, heads), steps.decodes_later}});

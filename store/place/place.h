@@ -24,6 +24,9 @@ struct LayerMove {
 };
 using LayerMoves = std::vector<LayerMove>;
 
+// kOutOfPages, and what is missing.
+Status out_of_pages(int64_t needed, int64_t free, int64_t page_bytes, Shortage* shortage);
+
 // What the chunks of a sequence hold that comes in (store/transfer/sequence_chunks.h); the bytes
 // are the caller's.
 struct SequenceParts {

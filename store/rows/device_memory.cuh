@@ -35,6 +35,13 @@ class DeviceMemory {
     *memory = static_cast<T*>(p);
     return Status::ok();
   }
+  // Zeros, in the stream's order.
+  template <class T>
+  Status take_zeros(int64_t count, T** memory, cudaStream_t stream) {
+    if (Status s = take(count, memory); !s) return s;
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    return cuda_status(cudaMemsetAsync(*memory, 0, bytes, stream), what_);
+  }
   // A copy of host memory; null where that is empty. Waits.
   template <class T>
   Status put(const std::vector<T>& from, const T** to) {

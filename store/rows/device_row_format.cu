@@ -3,10 +3,6 @@
 
 #include <variant>
 
-#include "store/rows/channel/device_channel_rows.h"
-#include "store/rows/coded/device_coded_rows.h"
-#include "store/rows/tiers/device_tiers_rows.h"
-
 namespace tierkv::store {
 
 Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,

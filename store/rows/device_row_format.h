@@ -13,7 +13,6 @@
 #include <memory>
 #include <vector>
 
-#include "allocator/row_plan.h"
 #include "store/engine/tokens.h"
 #include "store/place/place.h"
 #include "store/rows/row_format.h"
@@ -23,18 +22,6 @@
 
 namespace tierkv::store {
 
-// Device memory of a store.
-struct DevicePagesView {
-  PageAllocator allocator;  // pointers to device memory
-  uint8_t* base = nullptr;
-  int64_t page_bytes = 0;
-  int32_t rows_per_layer = 1;
-
-  // Table row i of a (sequence, layer).
-  TKV_HD int32_t row(int32_t slot, int32_t layer, int32_t i) const {
-    return slot * allocator.shape.table.rows_per_sequence + layer * rows_per_layer + i;
-  }
-};
 // A sequence's slot: [num_layers] of raw rows [num_kv_heads], then the format's state.
 struct DeviceSlots {
   uint8_t* base = nullptr;
@@ -45,12 +32,22 @@ struct DeviceSlots {
   }
   TKV_HD uint8_t* state(int32_t slot, int32_t layer) const { return raw(slot, layer) + raw_bytes; }
 };
+// A (sequence, layer) of a call; sequence: its place in the call.
+struct DeviceEntry {
+  int32_t sequence, slot, layer;
+};
 struct DeviceStoreView {
-  DevicePagesView pages;
+  PagesView pages;  // device memory
   DeviceSlots slots;
   TokenLaws laws;
   RawLayout raw;
   int32_t num_layers = 0, num_kv_heads = 0, head_dim = 0;
+
+  // Where the counts of the entry's first table row lie in DeviceRowCounts.
+  TKV_HD int64_t counts_row(const DeviceEntry& e) const {
+    return int64_t{e.sequence} * pages.allocator.shape.table.rows_per_sequence +
+           e.layer * pages.rows_per_layer;
+  }
 };
 
 // The tokens of a chunk, device memory; as Chunk in raw_tokens.h, for all sequences of a call.
@@ -84,6 +81,12 @@ struct DeviceWorks {
   const OpReport* report = nullptr;
 
   int32_t entries() const { return count * num_layers; }
+  TKV_HD DeviceEntry entry(int32_t e) const {
+    const int32_t sequence = e / num_layers;
+    return {sequence, slots[sequence], first_layer + e - sequence * num_layers};
+  }
+  // Whether the page operation succeeded.
+  TKV_HD bool has_pages() const { return report == nullptr || report->status == StatusCode::kOk; }
 };
 
 // What plan() says, device memory. By table row of the sequences: [count * rows_per_sequence], row
@@ -114,7 +117,8 @@ struct DeviceAttendBody {
   void* out = nullptr;      // like q
   float* lse = nullptr;     // [count, q_len, num_q_heads]; -infinity: no body
   DType dtype = DType::kFloat16;
-  bool new_plan = false;  // the first layer since a step began: works are to be cut anew
+  bool is_captured = false;  // its memory is written anew in every replay
+  bool new_plan = false;     // the first layer since a step began: works are to be cut anew
 };
 
 class DeviceRowFormat {
@@ -126,10 +130,7 @@ class DeviceRowFormat {
   // Device memory beside pages and slots that bind() took: workspaces, codebooks. The place binds a
   // format to a view without memory first, to learn this.
   virtual int64_t workspace_bytes() const = 0;
-  // The states of empty sequences: slots are zeros already.
-  virtual Status open(int32_t slot) = 0;
-
-  // The slot is free.
+  // The slot is free; it will be zeros when it is taken again.
   virtual void released(int32_t /*slot*/) {}
 
   // Whether plan() reports values that fp16 does not hold in the chunk's tokens that go into the
@@ -137,9 +138,9 @@ class DeviceRowFormat {
   virtual bool checks_chunks() const { return false; }
   // Whether plan() may ask for less than all to be kept, by the host's knowledge: then, and only
   // then, the place runs a truncation first. A captured step must not.
-  virtual bool may_rewrite(const DeviceWorks& works) const = 0;
+  virtual bool may_rewrite(const DeviceWorks& /*works*/) const { return false; }
   // kInvalidArgument, naming the sequence, where a step of these cannot be captured yet.
-  virtual Status require_capturable(const DeviceWorks& works) const = 0;
+  virtual Status require_capturable(const DeviceWorks& /*works*/) const { return Status::ok(); }
   // Pages that go from `kept` to `target` of plan() at most, all entries together.
   virtual int64_t most_pages(const DeviceWorks& works) const = 0;
   // Changes `counts` and scratch of the format alone. A value that the format cannot hold is a
@@ -162,7 +163,9 @@ class DeviceRowFormat {
   // Counts of the table rows once the bodies end at to.body_end, into `target` as plan() has them.
   virtual Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
   // The tables were cut, or forked: the states (copied already) follow. copies as in write().
-  virtual Status cut(const DeviceWorks& works, const PageCopy* copies) = 0;
+  virtual Status cut(const DeviceWorks& /*works*/, const PageCopy* /*copies*/) {
+    return Status::ok();
+  }
   // Before the cut() of a fork; the slot's bytes are copied in the stream's order.
   virtual void forked(int32_t /*from*/, int32_t /*to*/) {}
 
@@ -171,18 +174,30 @@ class DeviceRowFormat {
   // sequences (codebooks) is made equal here: from the device to the host format and back.
   // upload_shared() comes after the bytes of an imported slot. `layers` are its layers, with their
   // states in host memory.
-  virtual Status download_shared(RowFormat* host) = 0;
+  virtual Status download_shared(RowFormat* /*host*/) { return Status::ok(); }
   // kCorrupt where a block of an imported slot is hostile that plan_import() did not decode
   // (ImportWork::decodes_later). `layers` as below; counts: device [num_layers]. Waits.
   virtual Status check_imported(const std::vector<HostLayer>& /*layers*/,
                                 const LayerTokens* /*counts*/) {
     return Status::ok();
   }
-  virtual Status upload_shared(const RowFormat& host, const std::vector<HostLayer>& layers) = 0;
+  virtual Status upload_shared(const RowFormat& /*host*/,
+                               const std::vector<HostLayer>& /*layers*/) {
+    return Status::ok();
+  }
 };
 
 // `host` is the same format in host memory, bound to no pages; it outlives the result.
 Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
                                                                 RowFormat* host);
+// kUnsupported: key_books beyond 1; means or weights that attention has no numbers for.
+Result<std::unique_ptr<DeviceRowFormat>> make_device_coded_rows(const StoreConfig& config,
+                                                                RowFormat* host);
+// kUnsupported: what attention over pages does not take.
+Result<std::unique_ptr<DeviceRowFormat>> make_device_tiers_rows(const StoreConfig& config,
+                                                                RowFormat* host);
+// kUnsupported for more than 16 q heads a kv_head.
+Result<std::unique_ptr<DeviceRowFormat>> make_device_channel_rows(const StoreConfig& config,
+                                                                  RowFormat* host);
 
 }  // namespace tierkv::store

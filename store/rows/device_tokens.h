@@ -75,11 +75,10 @@ struct DeviceTokens {
 
 TKV_HD DeviceTokens device_tokens(const DeviceStoreView& view, const DeviceWorks& works,
                                   int32_t entry, int32_t kv_head) {
-  const int32_t sequence = entry / works.num_layers;
-  const int32_t layer = works.first_layer + entry - sequence * works.num_layers;
+  const auto [sequence, slot, layer] = works.entry(entry);
   DeviceTokens t;
   t.layout = &view.raw;
-  t.raw = view.slots.raw(works.slots[sequence], layer) + int64_t{kv_head} * view.raw.row_bytes;
+  t.raw = view.slots.raw(slot, layer) + int64_t{kv_head} * view.raw.row_bytes;
   t.held = works.from[entry].tokens;
   t.dtype = works.chunk.dtype;
   t.token_stride = int64_t{view.num_kv_heads} * view.head_dim;

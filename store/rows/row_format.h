@@ -9,17 +9,18 @@
 //
 // Memory of a format: pages, which the allocator deals to rows of its table (rows_per_layer for
 // each (sequence, layer)), and state_bytes of each (sequence, layer) in the sequence's slot:
-// directories, means, maps. The state must be plain bytes: fork() copies it. What serves all
-// sequences (codebooks) is the format's own.
+// directories, means, maps. The state must be plain bytes: fork() copies it. It begins with zeros.
+// What serves all sequences (codebooks) is the format's own.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "store/engine/tokens.h"
-#include "store/place/host_pages_view.h"
+#include "store/place/pages_view.h"
 #include "store/place/raw_tokens.h"
 #include "tierkv/allocator.h"
 #include "tierkv/kv_store.h"
@@ -92,12 +93,9 @@ class RowFormat {
 
   virtual const FormatSizes& sizes() const = 0;
   // Before all other calls. The view stays valid.
-  virtual void bind(const HostPagesView& pages) = 0;
+  virtual void bind(const PagesView& pages) = 0;
   // Pages that a layer takes for the body of a sequence of `tokens` tokens: the most, or typically.
   virtual int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const = 0;
-
-  // The state of an empty sequence; the bytes may hold anything before.
-  virtual void open(const HostLayer& layer) = 0;
 
   // Several sequences, or several layers, but none twice. kOutOfRange, kNonFinite. Nothing changes.
   virtual Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) = 0;
@@ -106,28 +104,26 @@ class RowFormat {
   virtual void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) = 0;
 
   // Body positions [first, end) of a row: finished keys (after RoPE) and values, each
-  // [end - first, head_dim]. `pruned` [end - first], null where nobody asks: 1 for a token that is
-  // no longer there, whose values are then 0.
+  // [end - first, head_dim]. `pruned` [end - first], zeros, null where nobody asks: 1 for a token
+  // that is no longer there, whose values are then 0.
   virtual void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k,
                     float* v, uint8_t* pruned) const = 0;
   // The RawScores with which body positions [first, end), less than cut_tokens, go back to the ring
-  // when a truncation cuts there. [end - first]; count = kDecided or kPruned.
-  virtual void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
-                            RawScore* scores) const = 0;
+  // when a truncation cuts there. [end - first]; count = kDecided or kPruned, 0 where nothing was
+  // decided.
+  virtual void read_decided(const HostLayer& /*layer*/, int32_t /*kv_head*/, int32_t first,
+                            int32_t end, RawScore* scores) const {
+    std::fill(scores, scores + (end - first), RawScore{});
+  }
 
   // What the table rows hold once the body ends at body_end, a multiple of cut_tokens: [rows_per_
   // layer], none more than now on any side.
   virtual std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const = 0;
   // The table was cut to these counts.
-  virtual void cut(const HostLayer& layer, int32_t body_end) = 0;
+  virtual void cut(const HostLayer& /*layer*/, int32_t /*body_end*/) {}
   // Pages of this layer were replaced by copies, which are made: [rows_per_layer * kMaxSides],
   // source kNoPage where there is none.
-  virtual void relocate(const HostLayer& layer, const PageCopy* copies) = 0;
-
-  // The query at `position` gave these probabilities to positions 0 .. position (those in the ring
-  // are counted already). Formats whose decisions are final ignore it.
-  virtual void observe(const HostLayer&, int32_t /*kv_head*/, int32_t /*position*/,
-                       const float* /*probabilities*/) {}
+  virtual void relocate(const HostLayer& /*layer*/, const PageCopy* /*copies*/) {}
 
   // Bytes of the body: codes, exponents, directories, means; without what pages waste.
   virtual int64_t nominal_bytes(const HostLayer& layer) const = 0;
@@ -136,7 +132,7 @@ class RowFormat {
   // the bytes of a body depend on.
   virtual std::vector<uint8_t> identity() const = 0;
   // What the bodies of this layer need beside themselves (codebooks); may be empty.
-  virtual std::vector<uint8_t> export_shared(const HostLayer& layer) const = 0;
+  virtual std::vector<uint8_t> export_shared(const HostLayer& /*layer*/) const { return {}; }
   virtual int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const = 0;
   // Writes body_bytes() bytes. Any number of threads at once.
   virtual void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const = 0;

@@ -313,8 +313,8 @@ TEST_F(EmulatedWeightedAttention, RefusesWhatItDoesNotSupport) {
   make_world(&source_, shape, {100}, &w);
   CodedAttention call = call_of(w);
   ASSERT_TRUE(call.validate());
-  call.weighted.rotary_dims = 64;
-  EXPECT_EQ(call.validate().code(), StatusCode::kUnsupported);
+  call.weighted.block_turns = nullptr;
+  EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
   call = call_of(w);
   call.weighted.key_means += 1;
   EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);

@@ -123,7 +123,7 @@ TEST(OneStore, RefusesValuesByName) {
     std::mt19937 rng(5);
     const Feed good(config.layout, 400, &rng);
     OneSequence one(config);
-    store::Engine* engine = one.store.engine.get();
+    KvStore* engine = one.store.engine.get();
     ASSERT_TRUE(good.give(engine, one.id, 0, 100));
     ASSERT_TRUE(engine->begin({&one.id, 1}, tokens));
     struct Case {
@@ -171,7 +171,7 @@ TEST(OneStore, RefusesCallsOutOfOrder) {
   std::mt19937 rng(9);
   const Feed feed(config.layout, 100, &rng);
   OneSequence one(config);
-  store::Engine* engine = one.store.engine.get();
+  KvStore* engine = one.store.engine.get();
   const SequenceList list = {&one.id, 1};
   ASSERT_TRUE(engine->begin(list, 50));
   EXPECT_THAT(engine->begin(list, 1).message(), HasSubstr("layer 0 lacks"));

@@ -223,7 +223,7 @@ TEST_F(ChunkTest, AUnitOfSinksAloneIsNoBlock) {
   give_pages(100, &config);
   const Feed feed(config.layout, 400, &rng_);
   OneSequence one(config);
-  store::Engine* engine = one.store.engine.get();
+  KvStore* engine = one.store.engine.get();
   ASSERT_TRUE(feed.give(engine, one.id, 0, 400));
   const SequenceId steps = *engine->add_sequence(), prompt = *engine->add_sequence();
   for (int32_t at = 0; at < 60; ++at) ASSERT_TRUE(feed.give(engine, steps, at, 1));

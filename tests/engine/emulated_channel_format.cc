@@ -63,7 +63,8 @@ class EmulatedChannelFormat final : public EmulatedFormat {
   }
   Status attend(const DeviceAttendBody& call) override {
     StatusCode status = StatusCode::kOk;
-    std::vector<float4> workspace(channel_workspace() / sizeof(float4), {NAN, NAN, NAN, NAN});
+    std::vector<float4> workspace(channel_attention_bytes(view_.head_dim) / sizeof(float4),
+                                  {NAN, NAN, NAN, NAN});
     ChannelAttend a;
     a.view = view_;
     a.body = rows_.body();
@@ -89,9 +90,6 @@ class EmulatedChannelFormat final : public EmulatedFormat {
   }
 
  private:
-  size_t channel_workspace() const {
-    return kMostPartColumns * (view_.head_dim * 4 + sizeof(SoftmaxState));
-  }
   ChannelCall call_of(const DeviceWorks& works, const DeviceRowCounts& counts) const {
     ChannelCall call;
     call.view = view_;

@@ -26,8 +26,7 @@ class World {
     auto place = HostPlace::make(config, std::move(format));
     place_ = place->get();
     shadow_->host_pages_ = &place_->pages();
-    engine_ = std::make_unique<Engine>(config, place_->laws());
-    engine_->set_place(std::move(*place));
+    engine_ = store::Engine::make(config, place_->laws(), std::move(*place));
     shadow_->begin(place_);
   }
   Shadowed& shadow() { return *shadow_; }
@@ -39,6 +38,7 @@ class World {
   void begin() {
     const Result<SequenceId> id = engine_->add_sequence();
     ASSERT_TRUE(id);
+    shadow_->open(id->slot);
     live_.push_back(*id);
     extend(300 + pick(0, 60));
     if (live_.empty()) return;
@@ -50,7 +50,7 @@ class World {
     const int32_t kind = pick(0, 19);
     if (live_.empty() || (kind == 0 && live_.size() < 3)) {
       const Result<SequenceId> id = engine_->add_sequence();
-      if (id) live_.push_back(*id);
+      if (id) shadow_->open(id->slot), live_.push_back(*id);
     } else if (kind < 13) {
       extend(pick(0, 1) == 0 ? pick(1, kMaxStepTokens) : pick(1, 150));
     } else if (kind < 15) {
@@ -148,7 +148,7 @@ class World {
   std::mt19937& rng_;
   Shadowed* shadow_;
   HostPlace* place_;
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<KvStore> engine_;
   std::vector<SequenceId> live_;
 };
 

@@ -4,15 +4,12 @@
 // the host's, kernels run in the emulator, but that of attention over the bodies of tiers.
 #include <cuda_runtime.h>
 
-#include <mutex>
-
 #include "store/place/device/device_pages.cu"
 #include "store/place/device/device_place.cu"
 #include "store/place/device/device_setup.cu"
 #include "store/place/device/device_transfer.cu"
-#include "store/place/device/raw_attend_kernel.cuh"
-#include "store/rows/coded/device_coded_format.cuh"
-#include "tests/engine/support/emulated_machine.h"
+#include "store/rows/coded/device_coded_rows.cuh"
+#include "tests/engine/support/emulated_attention.h"
 #include "tests/engine/support/emulated_rows.h"
 #include "tests/gpu/store/kv_store_twins.cuh"
 
@@ -31,32 +28,6 @@ Status run_page_op_device(const PageAllocator& a, const PageOp& op, const Device
 
 namespace store {
 
-// Defined in emulated_place_test.cc.
-extern uint8_t attend_shared_bytes[1 << 17];
-void count_kernel(CountCall c, IdChunk ids);
-void commit_kernel(CommitCall c);
-void row_counts_kernel(RowCountsCall c);
-void needs_kernel(RowCountsCall c, PageNeeds* needs);
-void staged_layer_kernel(DevicePagesView pages, StagedLayer c);
-void raw_append_kernel(RawAppendCall c);
-void raw_read_kernel(RawReadCall c);
-inline constexpr int32_t kCountThreads = 256, kAppendThreads = 128, kAppendTokens = 16,
-                         kStagedThreads = 128;
-
-namespace {
-
-template <class Kernel>
-Status emulate(int64_t x, int32_t y, int32_t threads, Kernel kernel) {
-  for (int32_t i = 0; i < x; ++i) {
-    for (int32_t j = 0; j < y; ++j) {
-      emulator::cta().run({i, j}, threads, kernel, {static_cast<int32_t>(x), y});
-    }
-  }
-  return Status::ok();
-}
-
-}  // namespace
-
 Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
                                                                 RowFormat* host) {
   static std::mt19937 rng(1);
@@ -66,63 +37,8 @@ Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfi
   if (std::holds_alternative<ChannelFormat>(config.format)) {
     return test::emulated_channel_rows(config, *static_cast<const ChannelRows*>(host), &rng);
   }
-  return std::unique_ptr<DeviceRowFormat>(std::make_unique<DeviceCodedRows<EmulatedMachine>>(
-      config, static_cast<CodedRows*>(host), EmulatedMachine{}));
-}
-
-Status launch_counts(CountCall call, const std::vector<int32_t>& slots, GpuStream) {
-  IdChunk ids;
-  std::copy(slots.begin(), slots.end(), ids.slots);
-  call.count = static_cast<int32_t>(slots.size());
-  return emulate(call.count * call.layers / kCountThreads + 1, 1, kCountThreads,
-                 [&] { count_kernel(call, ids); });
-}
-Status launch_commit(const CommitCall& call, GpuStream) {
-  return emulate(call.entries / kCountThreads + 1, 1, kCountThreads, [&] { commit_kernel(call); });
-}
-Status launch_row_counts(const RowCountsCall& call, GpuStream) {
-  const int64_t rows = int64_t{call.count} * call.allocator.shape.table.rows_per_sequence;
-  return emulate(rows / kCountThreads + 1, 1, kCountThreads, [&] { row_counts_kernel(call); });
-}
-Status launch_needs(const RowCountsCall& call, PageNeeds* needs, GpuStream) {
-  const int64_t rows = int64_t{call.count} * call.allocator.shape.table.rows_per_sequence;
-  return emulate(rows / kCountThreads + 1, 1, kCountThreads, [&] { needs_kernel(call, needs); });
-}
-Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream) {
-  std::copy(slots.begin(), slots.end(), to);
-  return Status::ok();
-}
-Status launch_page_copies(const DevicePagesView& pages, const PageCopy* copies, int32_t rows,
-                          GpuStream) {
-  for (int32_t i = 0; i < rows * kMaxSides; ++i) {
-    if (copies[i].source == kNoPage) continue;
-    std::memcpy(pages.base + copies[i].target * pages.page_bytes,
-                pages.base + copies[i].source * pages.page_bytes,
-                static_cast<size_t>(pages.page_bytes));
-  }
-  return Status::ok();
-}
-// By several threads of an import, as nothing else is.
-Status launch_staged_layer(const DevicePagesView& pages, const StagedLayer& call, GpuStream) {
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  constexpr int32_t kCtas = 2;
-  return emulate(kCtas, 1, kStagedThreads, [&] { staged_layer_kernel(pages, call); });
-}
-Status launch_raw_append(const RawAppendCall& call, int32_t count, GpuStream) {
-  const int32_t pieces = (call.chunk.tokens + kAppendTokens - 1) / kAppendTokens;
-  return emulate(count * call.num_kv_heads, pieces, kAppendThreads,
-                 [&] { raw_append_kernel(call); });
-}
-Status launch_raw_read(const RawReadCall& call, GpuStream) {
-  if (call.end <= call.first) return Status::ok();
-  const int64_t threads =
-      int64_t{call.end - call.first} * call.num_kv_heads * (call.raw.head_dim / 2);
-  return emulate(threads / kAppendThreads + 1, 1, kAppendThreads, [&] { raw_read_kernel(call); });
-}
-Status launch_raw_attend(const RawAttendCall& call, int32_t count, GpuStream) {
-  return emulate(count * call.num_kv_heads, 1, kAttendThreads,
-                 [&] { raw_attend_kernel<64>(call); });
+  return std::unique_ptr<DeviceRowFormat>(
+      std::make_unique<DeviceCodedRows>(config, static_cast<CodedRows*>(host)));
 }
 
 }  // namespace store

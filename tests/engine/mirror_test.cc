@@ -25,7 +25,7 @@ class MirrorTest : public RandomTest {
     std::copy_n(from.slots + slot * rows * line, rows * line, to.slots);
   }
   // The pages of the first sequence.
-  static std::vector<int32_t> pages_of(const store::HostPagesView& view) {
+  static std::vector<int32_t> pages_of(const store::PagesView& view) {
     const PageAllocator& a = view.allocator;
     std::vector<int32_t> pages;
     for (int32_t row = 0; row < a.shape.table.rows_per_sequence; ++row) {
@@ -62,7 +62,7 @@ TEST_F(MirrorTest, HoldsASequenceOnThePagesThatItIsGiven) {
     const auto mirror = HostPlace::make_mirror(config, *layout, std::move(*format), slot);
     ASSERT_TRUE(mirror) << mirror.status().message();
     // Pages of the source's ids.
-    const store::HostPagesView &view = (*mirror)->pages(), &elsewhere = source.store.place->pages();
+    const store::PagesView &view = (*mirror)->pages(), &elsewhere = source.store.place->pages();
     HostPlace::ImportSteps steps;
     steps.take = [&](const auto&, const auto& plans) {
       EXPECT_EQ(plans.size(), size_t{1} * config.layout.num_layers);

@@ -15,7 +15,7 @@ TEST_F(PagesTest, AnAppendIsRepeatedAfterARelease) {
   const StoreConfig config = make_config(choice);
   const Feed feed(config.layout, 600, &rng_);
   OpenStore store(config);
-  store::Engine* engine = store.engine.get();
+  KvStore* engine = store.engine.get();
   const SequenceId first = *engine->add_sequence(), second = *engine->add_sequence();
   ASSERT_TRUE(feed.give(engine, first, 0, 600));
   ASSERT_TRUE(engine->begin({&second, 1}, 600));
@@ -48,7 +48,7 @@ TEST_F(PagesTest, AStepIsAllOrNothing) {
   const StoreConfig config = make_config(choice);
   const Feed feed(config.layout, 2000, &rng_);
   OpenStore store(config);
-  store::Engine* engine = store.engine.get();
+  KvStore* engine = store.engine.get();
   const SequenceId ids[] = {*engine->add_sequence(), *engine->add_sequence()};
   int32_t tokens = 0;
   Status s;
@@ -76,7 +76,7 @@ TEST_F(PagesTest, AForkTakesAnOpenPageALayer) {
   const StoreConfig config = make_config(choice);
   const Feed feed(config.layout, 600, &rng_);
   OpenStore store(config);
-  store::Engine* engine = store.engine.get();
+  KvStore* engine = store.engine.get();
   const SequenceId id = *engine->add_sequence();
   ASSERT_TRUE(feed.give(engine, id, 0, 600));
   const int64_t free = engine->usage()->pages_free;
@@ -101,7 +101,7 @@ TEST_F(PagesTest, AFixTakesPagesBesideThoseThatItShares) {
   give_pages(9, &config);
   const Feed feed(config.layout, 300, &rng_);
   OpenStore store(config);
-  store::Engine* engine = store.engine.get();
+  KvStore* engine = store.engine.get();
   const SequenceId id = *engine->add_sequence();
   ASSERT_TRUE(feed.give(engine, id, 0, 260));
   EXPECT_EQ(engine->usage()->pages_free, 1);  // two of sixteen blocks on a page
@@ -128,7 +128,7 @@ TEST_F(PagesTest, ABlockGrowsBesideACopy) {
   for (const int32_t pages : {5, 6, 7, 40}) {
     give_pages(pages, &config);
     OpenStore store(config);
-    store::Engine* engine = store.engine.get();
+    KvStore* engine = store.engine.get();
     const SequenceId id = *engine->add_sequence();
     ASSERT_TRUE(feed.give(engine, id, 0, 88));
     EXPECT_EQ(engine->usage()->pages_free, pages - 5);

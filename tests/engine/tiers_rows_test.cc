@@ -91,7 +91,7 @@ TEST_F(TiersRowsTest, CutPagesAreAsIfNeverLonger) {
     ASSERT_TRUE(extend(&store, id, chunk, 0, is_cut ? 500 : tokens + config.window_tokens, config));
     ASSERT_TRUE(store.engine->truncate(id, tokens));
     std::vector<uint8_t> tiles;
-    const store::HostPagesView& view = store.place->pages();
+    const store::PagesView& view = store.place->pages();
     const auto& tiers = std::get<TiersFormat>(config.format);
     const int32_t body = tokens - config.sink_tokens;  // all of the high tier
     for (int32_t r = 0; r < view.allocator.shape.table.rows_per_sequence; ++r) {

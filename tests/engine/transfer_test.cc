@@ -15,8 +15,7 @@ class SequenceTransfer : public RandomTest {
   int32_t pick(int32_t least, int32_t most) {
     return std::uniform_int_distribution<int32_t>(least, most)(rng_);
   }
-  static std::vector<uint16_t> values(store::Engine* engine, SequenceId id,
-                                      const CacheLayout& shape) {
+  static std::vector<uint16_t> values(KvStore* engine, SequenceId id, const CacheLayout& shape) {
     const int32_t n = *engine->num_tokens(id);
     std::vector<uint16_t> all;
     for (int32_t l = 0; l < shape.num_layers; ++l) {
@@ -43,7 +42,7 @@ TEST_F(SequenceTransfer, StoresOfUnequalCapacityAgree) {
   // A store without codebooks takes those of the sequence; one with its own codes the blocks anew.
   ASSERT_TRUE(other.give(with_books.store.engine.get(), with_books.id, 0, 400));
   for (OneSequence* one : {&to, &with_books}) {
-    store::Engine* engine = one->store.engine.get();
+    KvStore* engine = one->store.engine.get();
     const Result<SequenceId> id = engine->import_sequence(bytes.data(), bytes.size());
     ASSERT_TRUE(id) << id.status().message();
     EXPECT_EQ(values(engine, *id, small.layout),
@@ -82,7 +81,7 @@ TEST_F(SequenceTransfer, LongSequencesIntoMemoryOfTheCaller) {
     give_pages(8000, &config);
     const Feed feed(config.layout, 5000, &rng_);
     OneSequence from(config);
-    store::Engine* engine = from.store.engine.get();
+    KvStore* engine = from.store.engine.get();
     ASSERT_TRUE(feed.give(engine, from.id, 0, 5000));
     const std::vector<uint8_t> bytes = from.bytes();
     ASSERT_GT(bytes.size(), size_t{2} << 20);
@@ -134,7 +133,7 @@ TEST_F(SequenceTransfer, AFlippedBitIsCorrupt) {
   OneSequence from(config);
   ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 400));
   const std::vector<uint8_t> bytes = from.bytes();
-  store::Engine* engine = from.store.engine.get();
+  KvStore* engine = from.store.engine.get();
   const StoreUsage before = *engine->usage();
   for (int32_t i = 0; i < 300; ++i) {
     std::vector<uint8_t> bad = bytes;
@@ -176,7 +175,7 @@ TEST_F(SequenceTransfer, HostileChunksDoNoHarm) {
     give_pages(200, &config);
     const Feed feed(config.layout, 460, &rng_);
     OneSequence from(config);
-    store::Engine* engine = from.store.engine.get();
+    KvStore* engine = from.store.engine.get();
     ASSERT_TRUE(feed.give(engine, from.id, 0, long_enough ? 400 : 200));
     ASSERT_TRUE(engine->truncate(from.id, long_enough ? 290 : 140));
     const std::vector<uint8_t> bytes = from.bytes();

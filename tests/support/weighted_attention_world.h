@@ -283,7 +283,6 @@ inline CodedAttention call_of(const World& w) {
   rows.place_turns = w.turns.place.data();
   rows.block_turns = w.turns.block.data();
   rows.pairing = w.rope.pairing;
-  rows.rotary_dims = 2 * w.rope.pairs;
   rows.num_block_turns = w.rope.pairing == RopePairing::kNone ? 0 : w.rope.blocks;
   rows.sink_tokens = w.shape.sinks;
   call.rows = w.rows.data();
@@ -310,10 +309,10 @@ struct Attended {
 
 // How far off a score may be. Each pair of dims of a decoded key takes about eight roundings of
 // 2^-11 of the norms of key and mean: the scale, the product with the code, the sum with the mean,
-// a cosine and a sine, two products and a sum of the turn. A query takes those of its turn and its
-// storage. A rounding is uniform within half a unit, so eight have a deviation of sqrt(8 / 12) < 1
-// units; a score is held to 6 of them over all pairs. Accumulators are off by less than 2^-16 of
-// the terms.
+// a cosine and a sine, two products and a sum of the turn. A query takes seven: its scale, the
+// product with it, and those of its turn. A rounding is uniform within half a unit, so fifteen have
+// a deviation of sqrt(15 / 12) < 1.2 units; a score is held to 6 units over all pairs, five
+// deviations. Accumulators are off by less than 2^-16 of the terms.
 inline double score_error(const World& w, const WeightedRow& row, const std::vector<double>& q,
                           const float* k) {
   const size_t pairs = q.size() / 2;

@@ -5,8 +5,8 @@
 
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_calls.h"
 #include "store/place/device/device_fault.cuh"
+#include "store/place/device/device_kernels.h"
 
 namespace tierkv::store {
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ int32_t grid_thread() {
 }
 
 // A thread per entry of the chunk.
-__global__ void __launch_bounds__(kCountThreads)
+inline __global__ void __launch_bounds__(kCountThreads)
     count_kernel(const __grid_constant__ CountCall c, const __grid_constant__ IdChunk ids) {
   wait_for_previous_kernel();
   const int32_t i = grid_thread();
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kCountThreads)
       to.tokens + (begins ? c.tokens : 0), to.body_end};
 }
 
-__global__ void __launch_bounds__(kCountThreads)
+inline __global__ void __launch_bounds__(kCountThreads)
     commit_kernel(const __grid_constant__ CommitCall c) {
   wait_for_previous_kernel();
   const int32_t i = grid_thread();
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kCountThreads)
 }
 
 // A thread per table row of the batch.
-__global__ void __launch_bounds__(kCountThreads)
+inline __global__ void __launch_bounds__(kCountThreads)
     row_counts_kernel(const __grid_constant__ RowCountsCall c) {
   wait_for_previous_kernel();
   const int32_t i = grid_thread(), rows = c.allocator.shape.table.rows_per_sequence;
@@ -66,36 +66,42 @@ __global__ void __launch_bounds__(kCountThreads)
   c.counts.target[i] = now;
 }
 
-// As HostPlace::demand_of(). A thread per table row of the batch; `needs` begins with zeros.
-__global__ void __launch_bounds__(kCountThreads)
+// A CTA per table row.
+inline __global__ void __launch_bounds__(kCountThreads)
+    page_copy_kernel(const __grid_constant__ PagesView pages, const PageCopy* copies) {
+  wait_for_previous_kernel();
+  for (int32_t side = 0; side < kMaxSides; ++side) {
+    const PageCopy copy = copies[static_cast<int64_t>(blockIdx.x) * kMaxSides + side];
+    if (copy.source == kNoPage) continue;
+    const auto* from = reinterpret_cast<const uint4*>(pages.base + copy.source * pages.page_bytes);
+    auto* to = reinterpret_cast<uint4*>(pages.base + copy.target * pages.page_bytes);
+    const auto words = static_cast<int32_t>(pages.page_bytes / 16);
+    for (int32_t i = threadIdx.x; i < words; i += kCountThreads) to[i] = from[i];
+  }
+}
+
+inline __global__ void __launch_bounds__(1) ids_kernel(int2 ids, int32_t count, int32_t* to) {
+  wait_for_previous_kernel();
+  to[0] = ids.x;
+  if (count > 1) to[1] = ids.y;
+}
+
+// A thread per table row of the batch; `needs` begins with zeros.
+inline __global__ void __launch_bounds__(kCountThreads)
     needs_kernel(const __grid_constant__ RowCountsCall c, PageNeeds* needs) {
   wait_for_previous_kernel();
   const PageAllocator& a = c.allocator;
-  const PageTableShape& table = a.shape.table;
-  const int32_t i = grid_thread(), rows = table.rows_per_sequence;
+  const int32_t i = grid_thread(), rows = a.shape.table.rows_per_sequence;
   if (i >= c.count * rows) return;
   const int32_t row = c.slots[i / rows] * rows + i % rows;
-  const SideCounts kept = c.counts.kept[i], target = c.counts.target[i];
-  int64_t fresh = 0, exchanged = 0;
-  int32_t pages[kMaxTables] = {};
-  for (int32_t side = 0; side < table.num_sides; ++side) {
-    const int32_t per_page = table.tokens_per_page[side];
-    const int32_t kept_pages = pages_for(kept.of[side], per_page);
-    const int32_t target_pages = pages_for(target.of[side], per_page);
-    pages[side / 2] += target_pages;
-    fresh += most(0, target_pages - kept_pages);
-    for (int32_t p = kept.of[side] / per_page; p < a.pages[row].of[side]; ++p) {
-      const bool shared = is_frozen(a, page_at(a, row, side, p));
-      fresh -= p >= kept_pages && !shared ? 1 : 0;
-      exchanged += p < kept_pages && shared ? 1 : 0;
-    }
+  const PageDemand demand = page_demand(a, row, c.counts.kept[i], c.counts.target[i]);
+  if (demand.is_beyond) atomicAdd(&needs->beyond, 1);
+  if (demand.fresh != 0) {
+    atomicAdd(&needs->fresh, static_cast<unsigned long long>(demand.fresh));
   }
-  if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
-    atomicAdd(&needs->beyond, 1);
+  if (demand.exchanged != 0) {
+    atomicAdd(&needs->exchanged, static_cast<unsigned long long>(demand.exchanged));
   }
-  fresh += exchanged;
-  if (fresh != 0) atomicAdd(&needs->fresh, static_cast<unsigned long long>(fresh));
-  if (exchanged != 0) atomicAdd(&needs->exchanged, static_cast<unsigned long long>(exchanged));
 }
 
 inline constexpr int32_t kStagedThreads = 128;
@@ -116,8 +122,8 @@ __device__ __forceinline__ void copy_words(const void* from, void* to, int32_t f
 }
 
 // A CTA takes a page at a time; all take the slot's bytes.
-__global__ void __launch_bounds__(kStagedThreads)
-    staged_layer_kernel(const __grid_constant__ DevicePagesView pages,
+inline __global__ void __launch_bounds__(kStagedThreads)
+    staged_layer_kernel(const __grid_constant__ PagesView pages,
                         const __grid_constant__ StagedLayer c) {
   wait_for_previous_kernel();
   const auto thread = static_cast<int32_t>(threadIdx.x), cta = static_cast<int32_t>(blockIdx.x),

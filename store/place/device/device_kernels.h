@@ -1,30 +1,154 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of a place in device memory, launched on a stream. kCuda where a launch fails.
+// What the kernels of a place in device memory take; all pointers lead to device memory unless a
+// comment says otherwise.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
-#include "store/place/device/device_calls.h"
+#include "store/engine/tokens.h"
+#include "store/rows/device_row_format.h"
+#include "tierkv/allocator.h"
+#include "tierkv/layout.h"
 #include "tierkv/status.h"
 
 namespace tierkv::store {
 
-// Writes the batch of these sequences; first and count are filled in.
-Status launch_counts(CountCall call, const std::vector<int32_t>& slots, GpuStream stream);
-Status launch_commit(const CommitCall& call, GpuStream stream);
-Status launch_row_counts(const RowCountsCall& call, GpuStream stream);
-// needs: device memory, zeros.
-Status launch_needs(const RowCountsCall& call, PageNeeds* needs, GpuStream stream);
-// to: device [slots.size()].
-Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stream);
-// copies: device [rows * kMaxSides].
-Status launch_page_copies(const DevicePagesView& pages, const PageCopy* copies, int32_t rows,
-                          GpuStream stream);
-Status launch_staged_layer(const DevicePagesView& pages, const StagedLayer& call, GpuStream stream);
+// Ids of sequences travel by value, so that a captured call needs no host memory.
+inline constexpr int32_t kIdChunk = 512;
+struct IdChunk {
+  int32_t slots[kIdChunk];
+};
 
-// `count` sequences, all kv_heads.
-Status launch_raw_append(const RawAppendCall& call, int32_t count, GpuStream stream);
-Status launch_raw_read(const RawReadCall& call, GpuStream stream);
-Status launch_raw_attend(const RawAttendCall& call, int32_t count, GpuStream stream);
+// The sequences of a call and the counts of their layers.
+struct DeviceBatch {
+  int32_t* slots = nullptr;     // [max_sequences]
+  LayerTokens* from = nullptr;  // [max_sequences * num_layers], as DeviceWorks has them
+  LayerTokens* to = nullptr;
+  LayerTokens* at = nullptr;  // [num_layers][max_sequences], what attention finds
+};
+
+// From what a layer has to what it will have (store/engine/tokens.h).
+enum class CountLaw : int32_t {
+  kHeld,      // as it is
+  kBegin,     // `tokens` more will come: their place is made
+  kAppend,    // `tokens` more come
+  kTruncate,  // cut to `tokens`
+};
+TKV_HD LayerTokens after(CountLaw law, const TokenLaws& laws, LayerTokens at, int32_t tokens) {
+  switch (law) {
+    case CountLaw::kBegin:
+      return {at.tokens, body_end_at(laws, at.body_end, at.tokens + tokens)};
+    case CountLaw::kAppend:
+      return after_append(laws, at, tokens);
+    case CountLaw::kTruncate:
+      return after_truncate(laws, at, tokens);
+    default:
+      return at;
+  }
+}
+
+struct CountCall {
+  DeviceBatch batch;
+  const LayerTokens* counts = nullptr;  // [max_sequences][num_layers]
+  TokenLaws laws;
+  CountLaw law = CountLaw::kHeld;
+  int32_t tokens = 0;
+  int32_t first = 0, count = 0;  // of the sequences of the batch: those in the chunk of ids
+  int32_t first_layer = 0, layers = 0;
+  int32_t num_layers = 0, max_sequences = 0;
+};
+
+// Counts become `to`; then what the pages came to is told to the host.
+struct CommitCall {
+  const int32_t* slots = nullptr;   // [entries / layers]
+  const LayerTokens* to = nullptr;  // [entries]
+  LayerTokens* counts = nullptr;
+  int32_t entries = 0, layers = 0, first_layer = 0, num_layers = 0;
+  PageAllocator allocator;
+  const OpReport* report = nullptr;  // of the page operation before; a refusal is a fault
+  DeviceFault* fault = nullptr;
+  int64_t* least_free = nullptr;  // that was ever free
+  // Mapped host memory: the free pages, in the low 32 bits the number of the next page operation.
+  uint64_t* published = nullptr;
+};
+
+// What rows hold now, as the place gives it to a plan.
+struct RowCountsCall {
+  PageAllocator allocator;
+  const int32_t* slots = nullptr;  // [count]
+  DeviceRowCounts counts;
+  int32_t count = 0;
+};
+
+// Pages that rows take which keep `kept` and then grow to `target`.
+struct PageNeeds {
+  unsigned long long fresh;      // taken less given back, of all rows together
+  unsigned long long exchanged;  // taken before any is given back
+  int32_t beyond;                // rows that would outgrow their table
+};
+
+// A layer's pages, and bytes of its part of the slot, that go to mapped host memory or come from
+// there.
+struct StagedLayer {
+  const int32_t* ids = nullptr;  // [count], mapped as well
+  uint8_t* staged = nullptr;     // [count] of page_bytes
+  uint8_t* slot = nullptr;
+  uint8_t* staged_slot = nullptr;
+  int64_t slot_bytes = 0;  // a multiple of 16
+  int32_t count = 0;
+  bool comes = false;
+};
+
+// The raw rows of a layer.
+struct RawCall {
+  DeviceSlots memory;
+  RawLayout raw;
+  TokenLaws laws;
+  int32_t layer = 0, num_kv_heads = 0;
+  DeviceFault* fault = nullptr;
+};
+
+struct RawAppendCall : RawCall {
+  const int32_t* slots = nullptr;   // [count]
+  const LayerTokens* to = nullptr;  // sequence i's at i * stride
+  int32_t stride = 1;
+  int32_t added = 0;              // tokens that `to` does not count yet
+  LayerTokens* counts = nullptr;  // [max_sequences][num_layers]
+  int32_t num_layers = 0;
+  DeviceChunk chunk;
+  bool is_checked = false;  // the row format has checked the tokens that go into the body
+
+  // Whether something is to be checked about tokens that are not kept.
+  TKV_HD bool looks_at_all() const { return !is_checked || chunk.significance != nullptr; }
+};
+
+struct RawAttendCall : RawCall {
+  const int32_t* slots = nullptr;   // [count]
+  const LayerTokens* at = nullptr;  // [count]
+  int32_t group = 0, q_len = 1;
+  const uint16_t* q = nullptr;  // [count, q_len, num_kv_heads * group, head_dim] of dtype
+  // With body_lse: the bodies' attention, and then what becomes of it.
+  uint16_t* out = nullptr;
+  const float* body_lse = nullptr;  // [count, q_len, num_kv_heads * group]; null: no bodies
+  float* lse = nullptr;             // likewise; may be null, or body_lse
+  const float* sinks = nullptr;     // learned, [num_kv_heads * group]; may be null
+  float sm_scale = 0;
+  DType dtype = DType::kFloat16;
+  bool prunes = false;       // tokens may be RawScore::kPruned
+  bool count_query = false;  // adds to the scores of the ring
+};
+
+struct RawReadCall : RawCall {
+  int32_t slot = 0;
+  int32_t first = 0, end = 0;  // raw positions
+  int32_t origin = 0;          // the position of the first token of k and v
+  DType dtype = DType::kFloat16;
+  uint16_t* k = nullptr;  // [.., num_kv_heads, head_dim]
+  uint16_t* v = nullptr;
+};
+
+// One or two ids. to: device memory.
+Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stream);
 
 }  // namespace tierkv::store

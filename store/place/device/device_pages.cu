@@ -1,29 +1,81 @@
 // SPDX-License-Identifier: Apache-2.0
-// Page operations of a place in device memory: whether there are pages, growth, fork and truncate.
+// Counts and page operations of a place in device memory: whether there are pages, growth, fork and
+// truncate.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <string>
 
 #include "gpu/cuda_device.cuh"
-#include "store/place/device/device_kernels.h"
+#include "gpu/launch.cuh"
+#include "store/place/device/count_kernels.cuh"
 #include "store/place/device/device_place.h"
 
 namespace tierkv::store {
+namespace {
+
+uint32_t ctas_for(int64_t threads) {
+  return static_cast<uint32_t>(std::max<int64_t>(1, (threads + kCountThreads - 1) / kCountThreads));
+}
+
+}  // namespace
+
+Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stream) {
+  const int2 ids = {slots.front(), slots.back()};
+  return launch_after_previous(ids_kernel, 1, 1, 0, stream, ids, static_cast<int32_t>(slots.size()),
+                               to);
+}
+
+Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slots,
+                                 Positions layers) {
+  CountCall call;
+  call.batch = batch();
+  call.counts = counts_;
+  call.laws = layout_.laws;
+  call.law = law;
+  call.tokens = tokens;
+  call.first_layer = layers.first;
+  call.layers = layers.count();
+  call.num_layers = config_.layout.num_layers;
+  call.max_sequences = config_.max_sequences;
+  const auto total = static_cast<int32_t>(slots.size());
+  for (; call.first < total; call.first += kIdChunk) {
+    call.count = std::min(kIdChunk, total - call.first);
+    IdChunk ids = {};
+    std::copy_n(slots.begin() + call.first, call.count, ids.slots);
+    const uint32_t ctas = ctas_for(int64_t{call.count} * call.layers);
+    Status s = launch_after_previous(count_kernel, ctas, kCountThreads, 0, stream_, call, ids);
+    if (!s) return s;
+  }
+  return Status::ok();
+}
+
+// works: whose counts become what they were to become; null: nobody's.
+Status DevicePlace::commit(const DeviceWorks* works, bool after_op) {
+  CommitCall call;
+  if (works != nullptr) {
+    call.slots = works->slots;
+    call.to = works->to;
+    call.entries = works->entries();
+    call.layers = works->num_layers;
+    call.first_layer = works->first_layer;
+  }
+  call.counts = counts_;
+  call.num_layers = config_.layout.num_layers;
+  call.allocator = view_.pages.allocator;
+  call.report = after_op ? report_ : nullptr;
+  call.fault = fault_;
+  call.least_free = least_free_;
+  call.published = published_;
+  return launch_after_previous(commit_kernel, ctas_for(call.entries), kCountThreads, 0, stream_,
+                               call);
+}
 
 Result<bool> DevicePlace::has_pages(int64_t at_most) {
   if (free_.at_least() >= at_most) return true;
   if (book_.is_captured()) return false;
   if (Status s = wait(); !s) return s;
   return free_.at_least() >= at_most;
-}
-
-Status DevicePlace::refuse_pages(int64_t needed) {
-  const int64_t free = std::max<int64_t>(free_.at_least(), 0);
-  shortage_ = {needed - free, (needed - free) * layout_.page_bytes};
-  return Status(StatusCode::kOutOfPages,
-                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free; " +
-                    std::to_string(shortage_.bytes) + " bytes are missing");
 }
 
 Status DevicePlace::run(const PageOp& op, int64_t at_most) {
@@ -43,16 +95,21 @@ Status DevicePlace::run_and_wait(const PageOp& op, int64_t at_most) {
   return Status(report.status, "table row " + std::to_string(report.batch_row));
 }
 
+RowCountsCall DevicePlace::counts_call(const DeviceWorks& works) const {
+  return {view_.pages.allocator, works.slots, row_counts(), works.count};
+}
+
 Status DevicePlace::fill_row_counts(const DeviceWorks& works) {
-  return launch_row_counts({view_.pages.allocator, works.slots, row_counts(), works.count},
-                           stream_);
+  return launch_after_previous(row_counts_kernel, ctas_for(works.count * rows_per_sequence()),
+                               kCountThreads, 0, stream_, counts_call(works));
 }
 
 Status DevicePlace::require_needs(const DeviceWorks& works) {
   const cudaError_t error = cudaMemsetAsync(needs_, 0, sizeof(PageNeeds), stream_);
   if (Status s = cuda_status(error, "pages"); !s) return s;
-  const RowCountsCall call = {view_.pages.allocator, works.slots, row_counts(), works.count};
-  if (Status s = launch_needs(call, needs_, stream_); !s) return s;
+  Status launched = launch_after_previous(needs_kernel, ctas_for(works.count * rows_per_sequence()),
+                                          kCountThreads, 0, stream_, counts_call(works), needs_);
+  if (!launched) return launched;
   PageNeeds needs = {};
   if (Status s = copy(&needs, needs_, sizeof(needs)); !s) return s;
   if (Status s = wait(); !s) return s;
@@ -97,7 +154,8 @@ Status DevicePlace::compress_works(const DeviceWorks& works, const LayerMoves& m
 }
 
 Status DevicePlace::copy_pages(int32_t count) {
-  return launch_page_copies(view_.pages, copies_, count * rows_per_sequence(), stream_);
+  return launch_after_previous(page_copy_kernel, static_cast<uint32_t>(count * rows_per_sequence()),
+                               kCountThreads, 0, stream_, view_.pages, copies_);
 }
 
 Status DevicePlace::note_replay(const LayerMoves& moves, int32_t tokens) {
@@ -126,8 +184,7 @@ Status DevicePlace::open(int32_t slot) {
   if (error == cudaSuccess) {
     error = cudaMemsetAsync(counts_ + slot * layers, 0, layers * sizeof(LayerTokens), stream_);
   }
-  if (Status s = cuda_status(error, "add_sequence"); !s) return s;
-  return format_->open(slot);
+  return cuda_status(error, "add_sequence");
 }
 
 Status DevicePlace::release(int32_t slot) {

@@ -7,8 +7,9 @@
 #include <string>
 
 #include "gpu/cuda_device.cuh"
-#include "store/place/device/device_kernels.h"
-#include "store/place/device/stream_capture.cuh"
+#include "gpu/launch.cuh"
+#include "store/place/device/raw_append_kernel.cuh"
+#include "store/place/device/raw_attend_kernel.cuh"
 
 namespace tierkv::store {
 namespace {
@@ -45,48 +46,16 @@ Status DevicePlace::copy(void* to, const void* from, int64_t bytes) const {
 }
 
 Status DevicePlace::enter(const char* call, bool can_be_captured) {
-  const Result<uint64_t> capture = capture_id(stream_);
-  if (!capture) return capture.status();
-  if (*capture != 0 && !can_be_captured) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream_, &status, &capture);
+  if (error != cudaSuccess) return cuda_status(error, "capture");
+  const bool is_captured = status != cudaStreamCaptureStatusNone;
+  if (is_captured && !can_be_captured) {
     return Status(StatusCode::kUnsupported, std::string(call) + " cannot be captured");
   }
-  book_.enter(*capture);
+  book_.enter(is_captured ? capture : 0);
   return Status::ok();
-}
-
-Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slots,
-                                 Positions layers) {
-  CountCall call;
-  call.batch = batch();
-  call.counts = counts_;
-  call.laws = layout_.laws;
-  call.law = law;
-  call.tokens = tokens;
-  call.first_layer = layers.first;
-  call.layers = layers.count();
-  call.num_layers = config_.layout.num_layers;
-  call.max_sequences = config_.max_sequences;
-  return launch_counts(call, slots, stream_);
-}
-
-// works: whose counts become what they were to become; null: nobody's.
-Status DevicePlace::commit(const DeviceWorks* works, bool after_op) {
-  CommitCall call;
-  if (works != nullptr) {
-    call.slots = works->slots;
-    call.to = works->to;
-    call.entries = works->entries();
-    call.layers = works->num_layers;
-    call.first_layer = works->first_layer;
-  }
-  call.counts = counts_;
-  call.num_layers = config_.layout.num_layers;
-  call.allocator = view_.pages.allocator;
-  call.report = after_op ? report_ : nullptr;
-  call.fault = fault_;
-  call.least_free = least_free_;
-  call.published = published_;
-  return launch_commit(call, stream_);
 }
 
 DeviceWorks DevicePlace::works_of(const LayerMoves& moves, Positions layers, int32_t tokens) {
@@ -143,24 +112,25 @@ Status DevicePlace::compress(const LayerMoves& moves, int32_t tokens) {
   return commit(&works, true);
 }
 
-RawAppendCall DevicePlace::append_call(const LayerAppend& call) {
-  RawAppendCall raw;
+template <class Call>
+Call DevicePlace::raw_call(int32_t layer) const {
+  Call raw;
   raw.memory = view_.slots;
   raw.raw = view_.raw;
   raw.laws = view_.laws;
-  raw.slots = batch().slots;
-  raw.counts = counts_;
-  raw.num_layers = config_.layout.num_layers;
-  raw.layer = call.layer;
+  raw.layer = layer;
   raw.num_kv_heads = config_.layout.num_kv_heads;
-  raw.chunk.k = static_cast<const uint16_t*>(call.k);
-  raw.chunk.v = static_cast<const uint16_t*>(call.v);
-  raw.chunk.significance = call.significance;
-  raw.chunk.stride = call.stride;
-  raw.chunk.dtype = config_.layout.dtype;
-  raw.chunk.tokens = call.tokens;
   raw.fault = fault_;
   return raw;
+}
+
+Status DevicePlace::append_raw(const RawAppendCall& call, int32_t count) {
+  // Sinks and ring are a few pieces.
+  const int32_t most_ctas = call.looks_at_all() ? 65535 : 16;
+  const int32_t pieces = (call.chunk.tokens + kAppendTokens - 1) / kAppendTokens;
+  const dim3 grid(static_cast<uint32_t>(count * call.num_kv_heads),
+                  static_cast<uint32_t>(std::min(pieces, most_ctas)));
+  return launch_after_previous(raw_append_kernel, grid, kAppendThreads, 0, stream_, call);
 }
 
 Status DevicePlace::append(const LayerAppend& call, const LayerMoves& moves) {
@@ -171,12 +141,21 @@ Status DevicePlace::append(const LayerAppend& call, const LayerMoves& moves) {
   if (Status s = enter("append", true); !s) return s;
   const Slots slots = slots_of(moves, 1);
   const auto count = static_cast<int32_t>(moves.size());
-  RawAppendCall raw = append_call(call);
+  auto raw = raw_call<RawAppendCall>(call.layer);
+  raw.slots = batch().slots;
+  raw.counts = counts_;
+  raw.num_layers = config_.layout.num_layers;
+  raw.chunk = {static_cast<const uint16_t*>(call.k),
+               static_cast<const uint16_t*>(call.v),
+               call.significance,
+               call.stride,
+               config_.layout.dtype,
+               call.tokens};
   if (book_.has_step(slots, call.tokens) && !any_leaves(moves)) {
     raw.to = batch().to + call.layer;
     raw.stride = config_.layout.num_layers;
     raw.added = call.tokens;
-    return launch_raw_append(raw, count, stream_);
+    return append_raw(raw, count);
   }
   if (book_.is_captured()) return unsupported("append: capturing it without its step's begin()");
   return append_chunk(call, moves, raw);
@@ -199,20 +178,15 @@ Status DevicePlace::append_chunk(const LayerAppend& call, const LayerMoves& move
       return s;
     }
   }
-  if (Status s = launch_raw_append(raw, static_cast<int32_t>(moves.size()), stream_); !s) return s;
+  if (Status s = append_raw(raw, static_cast<int32_t>(moves.size())); !s) return s;
   return leaves ? commit(nullptr, true) : Status::ok();
 }
 
 RawAttendCall DevicePlace::attend_call(const LayerAttend& call) {
   const CacheLayout& layout = config_.layout;
-  RawAttendCall raw;
-  raw.memory = view_.slots;
-  raw.raw = view_.raw;
-  raw.laws = view_.laws;
+  auto raw = raw_call<RawAttendCall>(call.layer);
   raw.slots = batch().slots;
   raw.at = batch().at + int64_t{call.layer} * config_.max_sequences;
-  raw.layer = call.layer;
-  raw.num_kv_heads = layout.num_kv_heads;
   raw.group = layout.group_size();
   raw.q_len = call.q_len;
   raw.q = static_cast<const uint16_t*>(call.q);
@@ -223,7 +197,6 @@ RawAttendCall DevicePlace::attend_call(const LayerAttend& call) {
   raw.dtype = call.dtype;
   raw.prunes = prunes_;
   raw.count_query = call.count_query;
-  raw.fault = fault_;
   return raw;
 }
 
@@ -248,6 +221,7 @@ Result<bool> DevicePlace::attend_bodies(const LayerAttend& call, const LayerMove
   body.out = call.out;
   body.lse = body_lse_;
   body.dtype = call.dtype;
+  body.is_captured = book_.is_captured();
   body.new_plan = !book_.plan(call.q_len, ends);
   if (Status s = format_->attend(body); !s) return s;
   return true;
@@ -275,30 +249,42 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   if (!has_bodies) return has_bodies.status();
   RawAttendCall raw = attend_call(call);
   if (*has_bodies) raw.body_lse = body_lse_;
-  return launch_raw_attend(raw, static_cast<int32_t>(moves.size()), stream_);
+  const auto rows = static_cast<uint32_t>(moves.size() * raw.num_kv_heads);
+  const auto launch = [&](void (*kernel)(RawAttendCall), size_t shared_bytes) {
+    return launch_after_previous(kernel, rows, kAttendThreads, shared_bytes, stream_, raw);
+  };
+  switch (raw.raw.head_dim) {
+    case 64:
+      return launch(raw_attend_kernel<64>, sizeof(RawAttendShared<64>));
+    case 96:
+      return launch(raw_attend_kernel<96>, sizeof(RawAttendShared<96>));
+    case 128:
+      return launch(raw_attend_kernel<128>, sizeof(RawAttendShared<128>));
+    default:
+      return launch(raw_attend_kernel<256>, sizeof(RawAttendShared<256>));
+  }
 }
 
 Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
   if (Status s = enter("decode_range", false); !s) return s;
   const TokenLaws& laws = layout_.laws;
   const int32_t sinks = sink_count(laws, move.from), ring = ring_first(laws, move.from);
-  RawReadCall raw;
-  raw.memory = view_.slots;
-  raw.raw = view_.raw;
-  raw.laws = laws;
+  auto raw = raw_call<RawReadCall>(move.layer);
   raw.slot = move.slot;
-  raw.layer = move.layer;
-  raw.num_kv_heads = config_.layout.num_kv_heads;
   raw.origin = range.first;
   raw.dtype = range.dtype;
   raw.k = static_cast<uint16_t*>(range.k);
   raw.v = static_cast<uint16_t*>(range.v);
-  raw.first = range.first;
-  raw.end = std::min(range.end, sinks);
-  if (Status s = launch_raw_read(raw, stream_); !s) return s;
-  raw.first = std::max(range.first, ring);
-  raw.end = range.end;
-  if (Status s = launch_raw_read(raw, stream_); !s) return s;
+  for (const Positions part : {Positions{range.first, std::min(range.end, sinks)},
+                               Positions{std::max(range.first, ring), range.end}}) {
+    if (part.count() <= 0) continue;
+    raw.first = part.first;
+    raw.end = part.end;
+    const int64_t threads = int64_t{part.count()} * raw.num_kv_heads * (raw.raw.head_dim / 2);
+    const auto ctas = static_cast<uint32_t>((threads + kAppendThreads - 1) / kAppendThreads);
+    Status s = launch_after_previous(raw_read_kernel, ctas, kAppendThreads, 0, stream_, raw);
+    if (!s) return s;
+  }
   const Positions body = {std::max(range.first, sinks), std::min(range.end, move.from.body_end)};
   if (body.count() <= 0) return Status::ok();
   const int64_t at = int64_t{body.first - range.first} * raw.num_kv_heads * config_.layout.head_dim;

@@ -8,13 +8,14 @@
 // take_status().
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "store/engine/engine.h"
 #include "store/place/device/batch_book.h"
-#include "store/place/device/device_calls.h"
+#include "store/place/device/device_kernels.h"
 #include "store/place/device/free_pages.h"
 #include "store/place/host_place.h"
 #include "store/place/place.h"
@@ -57,8 +58,6 @@ class DevicePlace final : public Place {
   DeviceStoreView view_of(const StoreLayout& layout, const PageAllocator& allocator, uint8_t* pages,
                           uint8_t* slots) const;
   Result<int64_t> measure_format(const StoreLayout& layout) const;
-  // Bytes beside pages, slots, the allocator and the format.
-  int64_t beside_bytes(const StoreLayout& layout) const;
   Status wait() const;
   Status copy(void* to, const void* from, int64_t bytes) const;
 
@@ -69,7 +68,9 @@ class DevicePlace final : public Place {
   Status write_counts(CountLaw law, int32_t tokens, const Slots& slots, Positions layers);
   Status commit(const DeviceWorks* works, bool after_op);
 
-  RawAppendCall append_call(const LayerAppend& call);
+  template <class Call>
+  Call raw_call(int32_t layer) const;
+  Status append_raw(const RawAppendCall& call, int32_t count);
   // What no begin() has compressed for.
   Status append_chunk(const LayerAppend& call, const LayerMoves& moves, RawAppendCall raw);
   RawAttendCall attend_call(const LayerAttend& call);
@@ -84,8 +85,12 @@ class DevicePlace final : public Place {
 
   // Whether `at_most` pages are free for sure; waits where the bound does not say so.
   Result<bool> has_pages(int64_t at_most);
-  Status refuse_pages(int64_t needed);
+  Status refuse_pages(int64_t needed) {
+    return out_of_pages(needed, std::max<int64_t>(free_.at_least(), 0), layout_.page_bytes,
+                        &shortage_);
+  }
   DeviceRowCounts row_counts() const { return {kept_, target_}; }
+  RowCountsCall counts_call(const DeviceWorks& works) const;
   Status fill_row_counts(const DeviceWorks& works);
   // Waits for what the row counts ask for: kOutOfPages, kOutOfRange.
   Status require_needs(const DeviceWorks& works);

@@ -18,9 +18,8 @@ Result<std::unique_ptr<KvStore>> KvStore::create_device(const StoreConfig& confi
   const StoreConfig resolved = store::resolve(config);
   Result<std::unique_ptr<store::DevicePlace>> place = store::DevicePlace::make(resolved, stream);
   if (!place) return place.status();
-  auto engine = std::make_unique<store::Engine>(resolved, (*place)->laws());
-  engine->set_place(std::move(*place));
-  return std::unique_ptr<KvStore>(new KvStore(std::move(engine)));
+  const store::TokenLaws laws = (*place)->laws();
+  return store::Engine::make(resolved, laws, std::move(*place));
 }
 
 namespace store {
@@ -57,17 +56,6 @@ Result<std::unique_ptr<DevicePlace>> DevicePlace::make(const StoreConfig& config
 
 DevicePlace::~DevicePlace() {
   (void)cudaStreamSynchronize(stream_);
-}
-
-int64_t DevicePlace::beside_bytes(const StoreLayout& layout) const {
-  const int64_t sequences = config_.max_sequences, layers = config_.layout.num_layers;
-  const int64_t rows = sequences * layout.allocator.table.rows_per_sequence;
-  const int64_t batch = sequences * 4 + sequences * layers * 3 * int64_t{sizeof(LayerTokens)};
-  return rows * int64_t{2 * sizeof(SideCounts) + kMaxSides * sizeof(PageCopy)} +
-         sequences * layers * int64_t{sizeof(LayerTokens)} + kBatchMemories * batch +
-         sequences * kMaxStepTokens * config_.layout.num_q_heads * 4 +
-         static_cast<int64_t>(page_op_workspace_bytes(layout.allocator, config_.max_sequences)) +
-         4096;
 }
 
 DeviceStoreView DevicePlace::view_of(const StoreLayout& layout, const PageAllocator& allocator,
@@ -110,10 +98,31 @@ Status DevicePlace::take_word() {
 Status DevicePlace::allocate() {
   const Result<StoreLayout> whole = store_layout(config_, *host_format_);
   if (!whole) return whole.status();
-  StoreConfig rest = config_;
   const Result<int64_t> workspace_of_format = measure_format(*whole);
   if (!workspace_of_format) return workspace_of_format.status();
-  const int64_t workspaces = beside_bytes(*whole) + *workspace_of_format;
+  const int64_t sequences = config_.max_sequences, layers = config_.layout.num_layers;
+  const int64_t rows = sequences * whole->allocator.table.rows_per_sequence;
+  const auto workspace_bytes =
+      static_cast<int64_t>(page_op_workspace_bytes(whole->allocator, config_.max_sequences));
+  uint8_t *pages = nullptr, *tables = nullptr, *slots = nullptr, *workspace = nullptr;
+  Status taken = Status::ok();
+  const auto take = [&](int64_t count, auto**... memory) {  // zeros
+    ((void)(taken = taken ? memory_.take_zeros(count, memory, stream_) : taken), ...);
+  };
+  take(workspace_bytes, &workspace);
+  take(sequences * layers, &counts_);
+  for (DeviceBatch& b : batches_) {
+    take(sequences, &b.slots);
+    take(sequences * layers, &b.from, &b.to, &b.at);
+  }
+  take(rows, &kept_, &target_);
+  take(rows * kMaxSides, &copies_);
+  take(1, &report_, &needs_, &least_free_, &fault_);
+  take(2, &op_slots_);
+  take(sequences * kMaxStepTokens * config_.layout.num_q_heads, &body_lse_);
+  if (!taken) return taken;
+  StoreConfig rest = config_;
+  const int64_t workspaces = memory_.bytes() + *workspace_of_format;
   rest.memory_bytes -= workspaces;
   const Result<StoreLayout> layout = store_layout(rest, *host_format_);
   if (!layout) {
@@ -123,39 +132,11 @@ Status DevicePlace::allocate() {
                       std::to_string(workspaces));
   }
   layout_ = *layout;
-  const int64_t sequences = config_.max_sequences, layers = config_.layout.num_layers;
-  const int64_t rows = sequences * rows_per_sequence();
   const auto tables_bytes = static_cast<int64_t>(allocator_bytes(layout_.allocator).total);
-  const auto workspace_bytes =
-      static_cast<int64_t>(page_op_workspace_bytes(layout_.allocator, config_.max_sequences));
-  uint8_t *pages = nullptr, *tables = nullptr, *slots = nullptr, *workspace = nullptr;
-  // Zeros.
-  const auto take = [&](int64_t count, auto** memory) {
-    if (Status s = memory_.take(std::max<int64_t>(count, 1), memory); !s) return s;
-    const auto bytes = static_cast<size_t>(count) * sizeof(**memory);
-    return cuda_status(cudaMemsetAsync(*memory, 0, bytes, stream_), "create_device");
-  };
-  if (Status s = take(layout_.page_bytes * layout_.allocator.num_pages, &pages); !s) return s;
-  if (Status s = take(tables_bytes, &tables); !s) return s;
-  if (Status s = take(layout_.slot_bytes * sequences, &slots); !s) return s;
-  if (Status s = take(workspace_bytes, &workspace); !s) return s;
-  if (Status s = take(sequences * layers, &counts_); !s) return s;
-  for (DeviceBatch& b : batches_) {
-    if (Status s = take(sequences, &b.slots); !s) return s;
-    if (Status s = take(sequences * layers, &b.from); !s) return s;
-    if (Status s = take(sequences * layers, &b.to); !s) return s;
-    if (Status s = take(sequences * layers, &b.at); !s) return s;
-  }
-  if (Status s = take(rows, &kept_); !s) return s;
-  if (Status s = take(rows, &target_); !s) return s;
-  if (Status s = take(rows * kMaxSides, &copies_); !s) return s;
-  if (Status s = take(1, &report_); !s) return s;
-  if (Status s = take(1, &needs_); !s) return s;
-  if (Status s = take(1, &least_free_); !s) return s;
-  if (Status s = take(2, &op_slots_); !s) return s;
-  if (Status s = take(1, &fault_); !s) return s;
-  if (Status s = take(sequences * kMaxStepTokens * config_.layout.num_q_heads, &body_lse_); !s)
-    return s;
+  take(layout_.page_bytes * layout_.allocator.num_pages, &pages);
+  take(tables_bytes, &tables);
+  take(layout_.slot_bytes * sequences, &slots);
+  if (!taken) return taken;
   if (Status s = take_word(); !s) return s;
   op_workspace_ = {workspace, static_cast<size_t>(workspace_bytes)};
   const Result<PageAllocator> a =

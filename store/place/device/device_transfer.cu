@@ -2,6 +2,7 @@
 // What a place in device memory tells of itself through host memory: usage, export and import.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -10,7 +11,8 @@
 #include <vector>
 
 #include "gpu/cuda_device.cuh"
-#include "store/place/device/device_kernels.h"
+#include "gpu/launch.cuh"
+#include "store/place/device/count_kernels.cuh"
 #include "store/place/device/device_place.h"
 
 namespace tierkv::store {
@@ -186,7 +188,10 @@ Status DevicePlace::move_layer(int32_t slot, int32_t layer, int64_t slot_bytes, 
   call.staged_slot = mirror_->layer_of({0, layer, {}, {}}).raw;
   call.slot_bytes = slot_bytes;
   call.comes = comes;
-  return launch_staged_layer(view_.pages, call, stream_);
+  constexpr int32_t kLeastCtas = 64, kMostCtas = 1024;
+  const int32_t ctas = std::clamp(call.count, kLeastCtas, kMostCtas);
+  return launch_after_previous(staged_layer_kernel, static_cast<uint32_t>(ctas), kStagedThreads, 0,
+                               stream_, view_.pages, call);
 }
 
 // States come first, for they say what there is. The threads that write a layer's rows wait for

@@ -10,8 +10,8 @@
 #include "codec/format/element.h"
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_calls.h"
 #include "store/place/device/device_fault.cuh"
+#include "store/place/device/device_kernels.h"
 #include "store/rows/device_tokens.h"
 
 namespace tierkv::store {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void write_pair(const RawAppendCall& c, uint8_t* row,
 }
 
 // A CTA for every gridDim.y-th kAppendTokens tokens of a row: x is the row, y the tokens.
-__global__ void __launch_bounds__(kAppendThreads)
+inline __global__ void __launch_bounds__(kAppendThreads)
     raw_append_kernel(const __grid_constant__ RawAppendCall c) {
   wait_for_previous_kernel();
   const auto thread = static_cast<int32_t>(threadIdx.x), row = static_cast<int32_t>(blockIdx.x);
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kAppendThreads)
 }
 
 // Raw positions of all kv_heads; a thread per pair of values.
-__global__ void __launch_bounds__(kAppendThreads)
+inline __global__ void __launch_bounds__(kAppendThreads)
     raw_read_kernel(const __grid_constant__ RawReadCall c) {
   wait_for_previous_kernel();
   const int32_t pairs = c.raw.head_dim / 2;

@@ -13,8 +13,8 @@
 #include "gpu/math.cuh"
 #include "gpu/mma.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_calls.h"
 #include "store/place/device/device_fault.cuh"
+#include "store/place/device/device_kernels.h"
 
 namespace tierkv::store {
 

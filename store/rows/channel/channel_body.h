@@ -24,6 +24,10 @@ struct ChannelBody {
   TKV_HD constexpr int32_t raw_bytes() const {
     return 2 * layout.tiles() * TileLayout{kRawCodes, layout.head_dim()}.bytes();
   }
+  TKV_HD constexpr int32_t raw_byte(Component c, int32_t place, int32_t dim) const {
+    return static_cast<int32_t>(c) * (raw_bytes() / 2) +
+           raw_tile_byte(layout.head_dim(), c, place, dim);
+  }
   TKV_HD constexpr int32_t block_bytes(bool is_raw) const {
     return is_raw ? raw_bytes() : layout.bytes;
   }

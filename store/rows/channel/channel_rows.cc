@@ -146,7 +146,7 @@ void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& pl
 }
 
 void ChannelRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
-                       float* k, float* v, uint8_t* pruned) const {
+                       float* k, float* v, uint8_t* /*pruned*/) const {
   const int32_t dim = config_.layout.head_dim, tokens = layout_.tokens;
   std::vector<float> keys(static_cast<size_t>(tokens) * dim), values(keys.size());
   for (int32_t b = first / tokens; b * tokens < end; ++b) {
@@ -156,12 +156,6 @@ void ChannelRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, i
     std::copy_n(keys.data() + skip, int64_t{to - from} * dim, k + at);
     std::copy_n(values.data() + skip, int64_t{to - from} * dim, v + at);
   }
-  if (pruned != nullptr) std::fill(pruned, pruned + (end - first), uint8_t{0});
-}
-
-void ChannelRows::read_decided(const HostLayer&, int32_t, int32_t first, int32_t end,
-                               RawScore* scores) const {
-  std::fill(scores, scores + (end - first), RawScore{});
 }
 
 std::vector<SideCounts> ChannelRows::cut_counts(const HostLayer& layer, int32_t body_end) const {

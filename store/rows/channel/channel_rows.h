@@ -26,22 +26,15 @@ class ChannelRows final : public RowFormat {
   Status check_pages() const;
 
   const FormatSizes& sizes() const override { return sizes_; }
-  void bind(const HostPagesView& pages) override { pages_ = pages; }
+  void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
-  void open(const HostLayer&) override {}
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
   void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
-  // Nothing is decided about a token.
-  void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
-                    RawScore* scores) const override;
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
-  void cut(const HostLayer&, int32_t) override {}
-  void relocate(const HostLayer&, const PageCopy*) override {}
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
-  std::vector<uint8_t> export_shared(const HostLayer&) const override { return {}; }
   int64_t body_bytes(const HostLayer& layer, int32_t) const override {
     return int64_t{blocks_of(layer.at.body_end)} * block_bytes(layer.layer);
   }
@@ -75,7 +68,7 @@ class ChannelRows final : public RowFormat {
   ChannelLayout layout_;
   ChannelBody body_;
   FormatSizes sizes_;
-  HostPagesView pages_;
+  PagesView pages_;
   std::vector<uint8_t> is_raw_layer_;  // [num_layers]
 };
 

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bodies of a layer as the kernels of attention/channel know a cache, and what a call comes to.
+// Attention over the bodies of channel rows: a layer's pages as the kernels of attention/channel
+// know a cache, and what a call comes to.
 #pragma once
 
 #include <algorithm>
 
 #include "attention/channel/channel_kernel.cuh"
 #include "attention/work/work.h"
-#include "store/rows/channel/device_channel_attention.h"
+#include "store/rows/channel/channel_body.h"
+#include "store/rows/device_row_format.h"
 
 namespace tierkv::store {
 
@@ -84,6 +86,21 @@ namespace tierkv::store {
 
 // Parts times query columns of a call: they keep the CTAs of short calls busy.
 inline constexpr int64_t kMostPartColumns = 1 << 14;
+
+// What attention needs beside the call. is_raw: of the layer.
+struct ChannelAttend {
+  DeviceStoreView view;
+  ChannelBody body;
+  bool is_raw = false;
+  int32_t num_q_heads = 0;
+  float sm_scale = 0;
+  StatusCode* status = nullptr;  // device; kCorrupt where a page is not there
+  void* workspace = nullptr;     // channel_attention_bytes(), aligned to 16 bytes
+};
+// It serves calls with any number of sequences and queries.
+inline int64_t channel_attention_bytes(int32_t head_dim) {
+  return kMostPartColumns * (head_dim * 4 + static_cast<int64_t>(sizeof(SoftmaxState)));
+}
 
 inline ChannelBodies bodies_of(const ChannelAttend& a, const DeviceAttendBody& call) {
   const PageAllocator& pages = a.view.pages.allocator;

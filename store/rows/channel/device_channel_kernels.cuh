@@ -23,16 +23,14 @@ struct ChannelCall {
 };
 
 struct ChannelEntry {
-  int32_t slot, layer;
+  DeviceEntry at;
   bool is_raw;
   Positions blocks;  // that come, or that are cut where the end is less
 };
 __device__ __forceinline__ ChannelEntry channel_entry(const ChannelCall& c, int32_t entry) {
-  const int32_t sequence = entry / c.works.num_layers;
   ChannelEntry e;
-  e.slot = c.works.slots[sequence];
-  e.layer = c.works.first_layer + entry - sequence * c.works.num_layers;
-  e.is_raw = c.is_raw_layer[e.layer] != 0;
+  e.at = c.works.entry(entry);
+  e.is_raw = c.is_raw_layer[e.at.layer] != 0;
   e.blocks = {c.body.blocks_of(c.works.from[entry].body_end),
               c.body.blocks_of(c.works.to[entry].body_end)};
   return e;
@@ -42,7 +40,7 @@ __device__ __forceinline__ uint8_t* channel_block(const DeviceStoreView& view,
                                                   int32_t kv_head, int32_t block) {
   const ChannelBody::BlockPlace at = body.place_of(e.is_raw, kv_head, block);
   const int32_t page =
-      page_at(view.pages.allocator, view.pages.row(e.slot, e.layer, 0), 0, at.page);
+      page_at(view.pages.allocator, view.pages.row(e.at.slot, e.at.layer, 0), 0, at.page);
   return view.pages.base + page * view.pages.page_bytes + at.byte;
 }
 
@@ -56,9 +54,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   if (e.blocks.count() == 0) return;
   SideCounts counts;
   counts.of[0] = c.body.units_of(e.is_raw, e.blocks.end);
-  const int64_t first =
-      int64_t{entry / c.works.num_layers} * c.view.pages.allocator.shape.table.rows_per_sequence;
-  c.counts.target[first + e.layer * c.view.pages.rows_per_layer] = counts;
+  c.counts.target[c.view.counts_row(e.at)] = counts;
 }
 
 // fp16 of a place of a block, whose first position is given. Places of sinks hold the first body
@@ -84,16 +80,13 @@ struct BlockTokens {
   }
 };
 
-__device__ __forceinline__ void write_raw_block(const ChannelLayout& l, const BlockTokens& from,
+__device__ __forceinline__ void write_raw_block(const ChannelBody& body, const BlockTokens& from,
                                                 uint8_t* block) {
-  const TileLayout tile = {kRawCodes, l.head_dim()};
-  const int32_t values = l.tokens * tile.head_dim;
+  const int32_t dims = body.layout.head_dim(), values = body.layout.tokens * dims;
   for (auto i = static_cast<int32_t>(threadIdx.x); i < 2 * values; i += kChannelThreads) {
     const auto c = static_cast<Component>(i / values);
-    const int32_t place = i % values / tile.head_dim, dim = i % tile.head_dim;
-    const CodePosition at = code_position(tile, c, place % kTileTokens, dim);
-    const int32_t of_block = i / values * l.tiles() + place / kTileTokens;
-    *reinterpret_cast<uint16_t*>(block + of_block * tile.bytes() + at.byte + at.bit / 8) =
+    const int32_t place = i % values / dims, dim = i % dims;
+    *reinterpret_cast<uint16_t*>(block + body.raw_byte(c, place, dim)) =
         from.half_at(c, place, dim);
   }
 }
@@ -111,7 +104,7 @@ __device__ __forceinline__ void write_channel_block(const ChannelCall& c, int32_
                             block * c.body.layout.tokens, c.view.laws.sink_tokens};
   uint8_t* to = channel_block(c.view, c.body, e, kv_head, block);
   if (e.is_raw) {
-    write_raw_block(c.body.layout, from, to);
+    write_raw_block(c.body, from, to);
   } else {
     (void)Encoder::encode(c.body.layout, from, to, shared);
   }
@@ -125,7 +118,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   extern __shared__ __align__(16) uint8_t block_shared_bytes[];
   wait_for_previous_kernel();
   auto& shared = *reinterpret_cast<ChannelShared<Encoder::kHeadDim>*>(block_shared_bytes);
-  if (c.works.report != nullptr && c.works.report->status != StatusCode::kOk) return;
+  if (!c.works.has_pages()) return;
   const int32_t blocks = c.num_entries * c.view.num_kv_heads * c.most_blocks;
   for (auto i = static_cast<int32_t>(blockIdx.x); i < blocks;
        i += static_cast<int32_t>(gridDim.x)) {
@@ -149,13 +142,8 @@ struct ChannelRead {
 
 __device__ __forceinline__ float block_value(const ChannelRead& r, const uint8_t* block,
                                              Component c, int32_t place, int32_t dim) {
-  const ChannelLayout& l = r.body.layout;
-  if (!r.is_raw) return channel_value(l, block, c, place, dim);
-  const TileLayout tile = {kRawCodes, l.head_dim()};
-  const CodePosition at = code_position(tile, c, place % kTileTokens, dim);
-  const int32_t of_block = static_cast<int32_t>(c) * l.tiles() + place / kTileTokens;
-  return half_to_float(
-      *reinterpret_cast<const uint16_t*>(block + of_block * tile.bytes() + at.byte + at.bit / 8));
+  if (!r.is_raw) return channel_value(r.body.layout, block, c, place, dim);
+  return half_to_float(*reinterpret_cast<const uint16_t*>(block + r.body.raw_byte(c, place, dim)));
 }
 
 // A thread an element of keys and values.
@@ -167,7 +155,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   const auto position = static_cast<int32_t>(r.range.first + i / (heads * dims));
   if (position >= r.range.end) return;
   const auto kv_head = static_cast<int32_t>(i / dims % heads), dim = static_cast<int32_t>(i % dims);
-  const ChannelEntry e = {r.slot, r.layer, r.is_raw, {}};
+  const ChannelEntry e = {{0, r.slot, r.layer}, r.is_raw, {}};
   const int32_t tokens = r.body.layout.tokens;
   const uint8_t* block = channel_block(r.view, r.body, e, kv_head, position / tokens);
   uint8_t* raw = r.view.slots.raw(r.slot, r.layer) + int64_t{kv_head} * r.view.raw.row_bytes;

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "store/rows/channel/device_channel_rows.h"
-
 #include <algorithm>
 #include <utility>
 
+#include "attention/channel/channel_launch.cuh"
 #include "attention/channel/channel_plan.h"
 #include "gpu/launch.cuh"
 #include "store/rows/channel/channel_rows.h"
-#include "store/rows/channel/device_channel_attention.h"
+#include "store/rows/channel/device_channel_bodies.cuh"
 #include "store/rows/channel/device_channel_kernels.cuh"
 #include "store/rows/device_memory.cuh"
 
@@ -27,10 +26,6 @@ class DeviceChannelRows final : public DeviceRowFormat {
 
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
   int64_t workspace_bytes() const override { return memory_.bytes(); }
-  Status open(int32_t) override { return Status::ok(); }
-
-  bool may_rewrite(const DeviceWorks&) const override { return false; }
-  Status require_capturable(const DeviceWorks&) const override { return Status::ok(); }
   int64_t most_pages(const DeviceWorks& works) const override;
   Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     return count(works, counts);
@@ -45,13 +40,6 @@ class DeviceChannelRows final : public DeviceRowFormat {
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     return count(works, counts);
   }
-  // Places follow from numbers: there is no state.
-  Status cut(const DeviceWorks&, const PageCopy*) override { return Status::ok(); }
-
-  Status download_shared(RowFormat*) override { return Status::ok(); }
-  Status upload_shared(const RowFormat&, const std::vector<HostLayer>&) override {
-    return Status::ok();
-  }
 
  private:
   bool is_raw(int32_t layer) const { return rows_.is_raw_layer()[layer] != 0; }
@@ -64,8 +52,8 @@ class DeviceChannelRows final : public DeviceRowFormat {
   DeviceStoreView view_;
   GpuStream stream_ = nullptr;
   const uint8_t* is_raw_layer_ = nullptr;  // device
-  int64_t most_ctas_ = 1;                  // of a write
-  ChannelAttend attend_;                   // is_raw: of any layer
+  int32_t sms_ = 1;
+  ChannelAttend attend_;  // is_raw: of any layer
 };
 
 Status DeviceChannelRows::bind(const DeviceStoreView& view, DeviceFault*, GpuStream stream) {
@@ -73,19 +61,19 @@ Status DeviceChannelRows::bind(const DeviceStoreView& view, DeviceFault*, GpuStr
   stream_ = stream;
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();
-  most_ctas_ = int64_t{kWriteCtasPerSm} * limits->sms;
+  sms_ = limits->sms;
   if (Status s = memory_.put(rows_.is_raw_layer(), &is_raw_layer_); !s) return s;
   attend_.view = view;
   attend_.body = rows_.body();
   attend_.num_q_heads = config_.layout.num_q_heads;
   attend_.sm_scale = static_cast<float>(config_.layout.sm_scale);
-  if (Status s = memory_.take(1, &attend_.status); !s) return s;
+  if (Status s = memory_.take_zeros(1, &attend_.status, stream); !s) return s;
   uint8_t* workspace = nullptr;
   if (Status s = memory_.take(channel_attention_bytes(config_.layout.head_dim), &workspace); !s) {
     return s;
   }
   attend_.workspace = workspace;
-  return cuda_status(cudaMemset(attend_.status, 0, sizeof(StatusCode)), "channel rows");
+  return Status::ok();
 }
 
 int64_t DeviceChannelRows::most_pages(const DeviceWorks& works) const {
@@ -96,15 +84,10 @@ int64_t DeviceChannelRows::most_pages(const DeviceWorks& works) const {
   };
   int64_t pages = 0;
   for (int32_t e = 0; e < works.entries(); ++e) {
-    const int32_t layer = works.first_layer + e % works.num_layers;
-    if (works.moves == nullptr) {
-      pages += pages_of(layer, body.blocks_of(works.most_leaving));
-      continue;
-    }
     const LayerMove& move = works.moves[e];
     if (move.to.body_end <= move.from.body_end) continue;
-    pages += pages_of(layer, body.blocks_of(move.to.body_end)) -
-             pages_of(layer, body.blocks_of(move.from.body_end));
+    pages += pages_of(move.layer, body.blocks_of(move.to.body_end)) -
+             pages_of(move.layer, body.blocks_of(move.from.body_end));
   }
   return pages;
 }
@@ -134,7 +117,7 @@ Status DeviceChannelRows::write(const DeviceWorks& works, const PageCopy*) {
   const int64_t blocks = int64_t{call.num_entries} * config_.layout.num_kv_heads * call.most_blocks;
   if (blocks == 0) return Status::ok();
   if (blocks > INT32_MAX / 2) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
-  const auto ctas = static_cast<uint32_t>(std::min(blocks, most_ctas_));
+  const auto ctas = static_cast<uint32_t>(std::min(blocks, int64_t{kWriteCtasPerSm} * sms_));
   void (*kernel)(ChannelCall) = nullptr;
   size_t shared = 0;
   with_channel_encoder(call.body.layout, [&](auto encoder) {
@@ -149,7 +132,9 @@ Status DeviceChannelRows::write(const DeviceWorks& works, const PageCopy*) {
 Status DeviceChannelRows::attend(const DeviceAttendBody& call) {
   ChannelAttend attend = attend_;
   attend.is_raw = is_raw(call.layer);
-  return attend_channel_bodies(attend, call, stream_);
+  const ChannelLaunch<ChannelBodies> p =
+      channel_launch(attend, call, sms_ * channel_ctas_per_sm(config_.layout.head_dim));
+  return launch_channel(p, p.num_rows * p.splits, p.splits > 1, stream_);
 }
 
 Status DeviceChannelRows::read(const LayerMove& at, Positions range, DType dtype, void* k,

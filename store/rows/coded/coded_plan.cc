@@ -85,50 +85,59 @@ Status CodedRows::draft_coded(const BodyWork& work, CodedPlan* plan, LayerDraft*
 
 // All blocks so far are coded, those that were raw too.
 Status CodedRows::fix(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
-  const int32_t layer = work.layer.layer, dim = shape_.head_dim;
+  const int32_t layer = work.layer.layer, blocks = least(kSampleBlocks, draft->end_block);
   const bool make_books = find_books(layer, *plan) == nullptr;
-  const int32_t sample_blocks = least(kSampleBlocks, draft->end_block);
+  std::vector<BlockTokens> tokens(static_cast<size_t>(shape_.num_kv_heads) * blocks);
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    CodedRowState state = draft->rows[h];
+    for (int32_t b = 0; b < blocks; ++b) gather(work, h, b, &state, &tokens[h * blocks + b]);
+  }
+  std::vector<WeightedRow> rows;
+  LayerBooks books;
+  if (Status s = fit_layer(layer, tokens, &rows, make_books ? &books : nullptr); !s) return s;
+  if (make_books) plan->made[layer] = std::move(books);
+  for (size_t h = 0; h < rows.size(); ++h) {
+    draft->rows[h].key_step = rows[h].key_step;
+    draft->rows[h].value_step = rows[h].value_step;
+    draft->means[h] = std::move(rows[h].key_mean);
+  }
+  draft->fixed = true;
+  draft->first_block = 0;
+  return Status::ok();
+}
+
+Status CodedRows::fit_layer(int32_t layer, const std::vector<BlockTokens>& tokens,
+                            std::vector<WeightedRow>* rows, LayerBooks* books) const {
+  const size_t blocks = tokens.size() / shape_.num_kv_heads;
   std::vector<BlockCodes> samples(shape_.num_kv_heads);
   LayerSample sample;
-  BlockTokens tokens;
-  BlockCodes codes;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    const BlockTokens* own = tokens.data() + h * blocks;
     std::vector<float> keys;
-    CodedRowState state = draft->rows[h];
-    for (int32_t b = 0; b < sample_blocks; ++b) {
-      gather(work, h, b, &state, &tokens);
-      keys.insert(keys.end(), tokens.x[0].begin(), tokens.x[0].end());
+    for (size_t b = 0; b < blocks; ++b) {
+      keys.insert(keys.end(), own[b].x[0].begin(), own[b].x[0].end());
     }
-    const Result<WeightedRow> row = fit_row(layer, h, keys);
-    if (!row) return row.status().with_context("kv_head " + std::to_string(h));
-    draft->rows[h].key_step = row->key_step;
-    draft->rows[h].value_step = row->value_step;
-    draft->means[h] = row->key_mean;
-    if (!make_books) continue;
-    state = draft->rows[h];
-    for (int32_t b = 0; b < sample_blocks; ++b) {
-      gather(work, h, b, &state, &tokens);
-      if (Status s = quantize(*row, tokens, &codes); !s) {
-        return s.with_context("kv_head " + std::to_string(h));
-      }
+    Result<WeightedRow> row = fit_row(layer, h, keys);
+    Status s = row.status();
+    for (size_t b = 0; s && books != nullptr && b < blocks; ++b) {
+      BlockCodes codes;
+      s = quantize(*row, own[b], &codes);
       for (int32_t c = 0; c < 2; ++c) {
         std::vector<int16_t>& all = samples[h].codes[c];
         all.insert(all.end(), codes.codes[c].begin(), codes.codes[c].end());
       }
     }
+    if (!s) return s.with_context("kv_head " + std::to_string(h));
     for (int32_t c = 0; c < 2; ++c) {
-      const auto count = static_cast<int64_t>(samples[h].codes[c].size()) / dim;
+      const auto count = static_cast<int64_t>(samples[h].codes[c].size()) / shape_.head_dim;
       sample.rows[c].push_back({samples[h].codes[c].data(), count});
     }
+    rows->push_back(std::move(*row));
   }
-  if (make_books) {
-    Result<LayerBooks> books = make_layer_books(format_, dim, sample);
-    if (!books) return books.status();
-    plan->made[layer] = std::move(*books);
-  }
-  draft->fixed = true;
-  draft->first_block = 0;
-  return Status::ok();
+  if (books == nullptr) return Status::ok();
+  Result<LayerBooks> made = make_layer_books(format_, shape_.head_dim, sample);
+  if (made) *books = std::move(*made);
+  return made.status();
 }
 
 Result<WeightedRow> CodedRows::fit_row(int32_t layer, int32_t kv_head,
@@ -178,7 +187,6 @@ void CodedRows::gather(const BodyWork& work, int32_t kv_head, int32_t block, Cod
   }
 }
 
-// What was seen in generation is taken against the row's geometric mean, this tile included.
 void CodedRows::decide(const RawTokens& tokens, int32_t kv_head, Positions range,
                        CodedRowState* state, BlockTokens* out) const {
   Importance known[kTileTokens];
@@ -186,26 +194,10 @@ void CodedRows::decide(const RawTokens& tokens, int32_t kv_head, Positions range
     Importance& of = known[p - range.first] = tokens.importance(kv_head, p);
     if (is_averaged(of)) state->mean.add(log_mean_of(of.value));
   }
-  const double mean = state->mean.value();
   for (int32_t p = range.first; p < range.end; ++p) {
-    const Importance& of = known[p - range.first];
-    int32_t g = 0;
-    switch (of.kind) {
-      case ImportanceKind::kUnknown:
-        break;
-      case ImportanceKind::kPrompt:
-        g = importance_exponent(token_importance(p, of.value, 1.0));
-        break;
-      case ImportanceKind::kSeen:
-        g = importance_exponent(static_cast<double>(of.value) / mean);
-        break;
-      case ImportanceKind::kDecided:
-      case ImportanceKind::kPruned:
-        out->decided[p - out->first] = DecidedExponents::of(of.bits);
-        g = out->decided[p - out->first].importance;
-        break;
-    }
-    out->importance[p - out->first] = static_cast<int8_t>(g);
+    DecidedExponents& decided = out->decided[p - out->first];
+    decided = decide_exponents(known[p - range.first], p, state->mean);
+    out->importance[p - out->first] = static_cast<int8_t>(decided.importance);
   }
 }
 

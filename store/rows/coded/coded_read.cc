@@ -47,7 +47,7 @@ void CodedRows::read_block(const HostLayer& layer, int32_t kv_head, int32_t bloc
 }
 
 void CodedRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k,
-                     float* v, uint8_t* pruned) const {
+                     float* v, uint8_t* /*pruned*/) const {
   const int32_t dim = shape_.head_dim;
   std::vector<float> keys(int64_t{kBlockTokens} * dim), values(keys.size());
   float* const x[2] = {keys.data(), values.data()};
@@ -61,7 +61,6 @@ void CodedRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int
     std::copy_n(keys.data() + skip, count, k + at);
     std::copy_n(values.data() + skip, count, v + at);
   }
-  if (pruned != nullptr) std::fill(pruned, pruned + (end - first), uint8_t{0});
 }
 
 // Tokens of a raw layer are as free as before.

@@ -54,7 +54,7 @@ Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig& config) {
   shape.num_kv_heads = config.layout.num_kv_heads;
   shape.sink_tokens = config.sink_tokens;
   shape.max_blocks = block_count(config.max_tokens);
-  const int32_t block = most(shape.most_block_bytes(), shape.raw_block_bytes(kBlockTokens));
+  const int32_t block = shape.largest_block_bytes();
   FormatSizes sizes;
   sizes.unit_tokens = std::get<CodedFormat>(config.format).unit_tokens;
   sizes.cut_tokens = kBlockTokens;
@@ -133,29 +133,18 @@ bool CodedRows::needs_tokens(int32_t layer) const {
   return needs;
 }
 
-// No page but the last has room left for a largest block.
 int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) const {
   const int64_t blocks =
       int64_t{block_count(most(0, tokens - config_.window_tokens))} * 2 * shape_.num_kv_heads;
-  if (blocks == 0) return 0;
+  if (at_most) return shape_.most_pages(blocks);
   double bytes = shape_.raw_block_bytes(kBlockTokens),
          room = static_cast<double>(sizes_.page_bytes);
-  if (at_most) {
-    bytes = most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens));
-    const double full = room - bytes + kUnitBytes;
-    const auto pages = static_cast<int64_t>(static_cast<double>(blocks) * bytes / full) + 1;
-    return std::min(pages, blocks);
-  }
   if (!is_raw_layer(layer)) {
     const double bits = has_energies(config_) ? 2.0 : 3.4;
     bytes = kTypicalOverhead + bits / 8 * kBlockTokens * shape_.head_dim;
     room *= kTypicalFill;
   }
   return static_cast<int64_t>(std::ceil(static_cast<double>(blocks) * bytes / room));
-}
-
-void CodedRows::open(const HostLayer& layer) {
-  std::fill(layer.state, layer.state + sizes_.state_bytes, uint8_t{0});
 }
 
 const LayerBooks* CodedRows::find_books(int32_t layer, const CodedPlan& plan) const {

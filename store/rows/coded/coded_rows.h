@@ -28,9 +28,8 @@ class CodedRows final : public RowFormat {
   Status prepare();
 
   const FormatSizes& sizes() const override { return sizes_; }
-  void bind(const HostPagesView& pages) override { pages_ = pages; }
+  void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
-  void open(const HostLayer& layer) override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
   void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
@@ -38,7 +37,6 @@ class CodedRows final : public RowFormat {
   void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
                     RawScore* scores) const override;
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
-  void cut(const HostLayer&, int32_t) override {}
   void relocate(const HostLayer& layer, const PageCopy* copies) override;
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
@@ -81,7 +79,10 @@ class CodedRows final : public RowFormat {
   // Means and steps of a row. keys [tokens, head_dim]: its first body tokens; read where it needs
   // tokens.
   Result<WeightedRow> fit_row(int32_t layer, int32_t kv_head, const std::vector<float>& keys) const;
-  Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
+  // The same of all rows of a layer and, where `books` is not null, its codebooks, from its first
+  // blocks: [num_kv_heads, blocks].
+  Status fit_layer(int32_t layer, const std::vector<BlockTokens>& tokens,
+                   std::vector<WeightedRow>* rows, LayerBooks* books) const;
 
  private:
   // What becomes of one layer.
@@ -141,6 +142,7 @@ class CodedRows final : public RowFormat {
   // About positions of one tile.
   void decide(const RawTokens& tokens, int32_t kv_head, Positions range, CodedRowState* state,
               BlockTokens* out) const;
+  Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
   // Codes that a block has already go before those of its new tokens.
   Status prepend(const BodyWork& work, int32_t kv_head, int32_t block, BlockCodes* codes) const;
   // Means, steps and, where the store has none, codebooks of a layer that is not fixed.
@@ -169,7 +171,7 @@ class CodedRows final : public RowFormat {
   CodedFormat format_;
   FormatSizes sizes_;
   CodedShape shape_;
-  HostPagesView pages_;
+  PagesView pages_;
   std::vector<uint8_t> is_raw_layer_;  // [num_layers]
   std::vector<RopeTable> ropes_;       // [1] or [num_layers]; empty: none is rotated
   std::vector<RowStart> starts_;       // [num_layers * num_kv_heads]

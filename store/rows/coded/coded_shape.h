@@ -22,7 +22,7 @@
 #include "attention/coded/coded_attention.h"
 #include "codec/format/weighted_block_format.h"
 #include "codec/format/weighted_step.h"
-#include "store/engine/tokens.h"
+#include "store/place/raw_tokens.h"
 #include "store/rows/log_mean.h"
 #include "tierkv/layout.h"
 
@@ -64,6 +64,16 @@ struct CodedShape {
   TKV_HD constexpr int32_t most_block_bytes() const {
     const int32_t slices = (head_dim + kSliceDims - 1) / kSliceDims;
     return kBlockTokens + slices * kCodedBlockHeaderBytes + kBlockTokens * head_dim * 2;
+  }
+
+  TKV_HD constexpr int32_t largest_block_bytes() const {
+    return most(most_block_bytes(), raw_block_bytes(kBlockTokens));
+  }
+  // Pages of so many blocks at most: no page but the last has room left for a largest block.
+  constexpr int64_t most_pages(int64_t blocks) const {
+    const int64_t bytes = largest_block_bytes();
+    const int64_t pages = blocks * bytes / ((int64_t{page_units} + 1) * kUnitBytes - bytes) + 1;
+    return pages < blocks ? pages : blocks;
   }
 
   // The state of a (sequence, layer). fixed: i32, 0 or 1.
@@ -117,5 +127,26 @@ struct DecidedExponents {
     return d;
   }
 };
+
+// About a token that leaves. What was seen in generation is taken against the row's geometric mean,
+// its tile included.
+TKV_HD DecidedExponents decide_exponents(const Importance& known, int32_t position,
+                                         const LogMean& mean) {
+  DecidedExponents decided;
+  switch (known.kind) {
+    case ImportanceKind::kUnknown:
+      break;
+    case ImportanceKind::kPrompt:
+      decided.importance = importance_exponent(token_importance(position, known.value, 1.0));
+      break;
+    case ImportanceKind::kSeen:
+      decided.importance =
+          importance_exponent(double_div(static_cast<double>(known.value), mean.value()));
+      break;
+    default:
+      decided = DecidedExponents::of(known.bits);
+  }
+  return decided;
+}
 
 }  // namespace tierkv::store

@@ -1,11 +1,76 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over the bodies of coded rows: directories in the slots are read where they are.
+// Attention over the bodies of coded rows by attend_coded(): directories in the slots are read
+// where they are.
 #pragma once
 
-#include "store/rows/coded/device_attend.cuh"
-#include "store/rows/coded/device_coded_format.cuh"
+#include "attention/coded/coded_attention.h"
+#include "store/rows/coded/device_coded_rows.cuh"
 
 namespace tierkv::store {
+
+// Whose bodies a call attends to; rows that it leaves out have step -1.
+enum class AttendedRows : int32_t {
+  kCoded,     // of fixed layers, and those without a body
+  kRaw,       // those that wait in raw blocks
+  kAllAsRaw,  // of a layer that has raw blocks alone
+};
+
+// One CTA. Shared memory: 8 bytes of each sequence.
+struct MakeAttentionRows {
+  static constexpr int32_t kThreads = 256;
+  CodedDevice device;
+  DeviceAttendBody call;
+  AttendedRows which = AttendedRows::kCoded;
+  CodedRow* rows = nullptr;  // [count, num_kv_heads]
+  int32_t* item_count = nullptr;
+
+  __device__ void operator()(uint8_t* shared) const {
+    auto* const blocks = reinterpret_cast<int32_t*>(shared);
+    int32_t* const first = blocks + call.count;
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    for (int32_t i = thread; i < call.count; i += kThreads) blocks[i] = blocks_of(i);
+    __syncthreads();
+    if (thread == 0) {
+      int32_t items = 0;
+      for (int32_t i = 0; i < call.count; ++i) {
+        first[i] = items;
+        items += most(0, blocks[i]) * device.heads();
+      }
+      *item_count = items;
+    }
+    __syncthreads();
+    for (int32_t i = thread; i < call.count * device.heads(); i += kThreads) {
+      const int32_t sequence = i / device.heads(), h = i % device.heads();
+      rows[i] = row_of(sequence, h, blocks[sequence], first[sequence]);
+    }
+  }
+
+ private:
+  // -1: the call leaves the sequence out.
+  __device__ int32_t blocks_of(int32_t i) const {
+    const int32_t body = body_count(device.view.laws, call.at[i]);
+    const bool fixed = device.is_fixed(call.slots[i], call.layer);
+    const bool taken = which == AttendedRows::kCoded ? fixed || body == 0
+                       : which == AttendedRows::kRaw ? !fixed && body > 0
+                                                     : true;
+    if (!taken) return -1;
+    return body > 0 ? block_count(call.at[i].body_end) : 0;
+  }
+  // Directories begin with those of slot 0; the layer's offset is in the call's pointers.
+  __device__ CodedRow row_of(int32_t i, int32_t h, int32_t blocks, int32_t first) const {
+    CodedRow row;
+    row.first_item = first + most(0, blocks) * h;
+    row.step = -1;
+    if (blocks < 0) return row;
+    const int64_t slot = call.slots[i];
+    row.step = device.row(call.slots[i], call.layer, h);
+    row.first_block = static_cast<int32_t>(slot * (device.view.slots.slot_bytes / 8)) +
+                      2 * h * device.shape.max_blocks;
+    row.coded_tokens = body_count(device.view.laws, call.at[i]);
+    row.sink_tokens = blocks > 0 ? device.shape.sink_tokens : 0;
+    return row;
+  }
+};
 
 // A slice that is coded has fewer bytes: words of pairs, all exceptions, and what precedes them.
 inline int32_t most_coded_slice_bytes(const CodedFormat& format, int32_t head_dim) {
@@ -17,99 +82,53 @@ inline int32_t most_coded_slice_bytes(const CodedFormat& format, int32_t head_di
                                        kBlockAlignment));
 }
 
-template <class Machine>
-int64_t DeviceCodedRows<Machine>::most_workspace(int32_t rows) const {
+inline Status DeviceCodedRows::bind_attention() {
+  if (device_.view.slots.slot_bytes / 8 * config_.max_sequences > INT32_MAX) {
+    return Status(StatusCode::kUnsupported, "coded rows: slots of more than 16 GiB on a device");
+  }
+  const int64_t rows = int64_t{config_.max_sequences} * heads();
   CodedAttention call = call_of_layer(0);
-  call.num_rows = rows;
+  call.num_rows = static_cast<int32_t>(rows);
   call.q_len = kMaxStepTokens;
   call.dtype = DType::kBFloat16;
   CodedAttentionGrid grid;
-  grid.num_ctas = machine_.sms();
+  grid.num_ctas = limits_.sms;
   grid.warps = coded_warps(call.head_dim);
-  return machine_.attention_workspace(call, grid);
-}
-
-// The turns of each rotation, and which one a layer has; -1: none.
-template <class Machine>
-Status DeviceCodedRows<Machine>::make_turns(std::vector<WeightedTurns>* made,
-                                            std::vector<int32_t>* turns_of) const {
-  for (int32_t l = 0; l < layers(); ++l) {
-    const RopeTable* rope = host_->rope(l);
-    if (rope == nullptr || host_->is_raw_layer(l)) continue;
-    for (int32_t other = 0; other < l; ++other) {
-      if (host_->rope(other) == rope && (*turns_of)[other] >= 0)
-        (*turns_of)[l] = (*turns_of)[other];
-    }
-    if ((*turns_of)[l] >= 0) continue;
-    Result<WeightedTurns> turns = weighted_turns(*rope, head_dim(), device_.shape.sink_tokens);
-    if (!turns) return turns.status();
-    (*turns_of)[l] = static_cast<int32_t>(made->size());
-    made->push_back(std::move(*turns));
-  }
-  return Status::ok();
-}
-
-template <class Machine>
-Status DeviceCodedRows<Machine>::bind_attention() {
-  const DeviceStoreView& view = device_.view;
-  if (view.slots.slot_bytes / 8 * config_.max_sequences > INT32_MAX) {
-    return Status(StatusCode::kUnsupported, "coded rows: slots of more than 16 GiB on a device");
-  }
-  const int32_t rows = config_.max_sequences * heads();
-  const int64_t workspace = most_workspace(rows);
-  std::vector<WeightedTurns> made;
-  std::vector<int32_t> turns_of(layers(), -1);
-  if (Status s = make_turns(&made, &turns_of); !s) return s;
-  std::vector<std::pair<uint16_t*, float*>> at(made.size());
-  const auto carve = [&](Carving* memory) {
-    attended_rows_ = memory->take<CodedRow>(rows);
-    item_count_ = memory->take<int32_t>(1);
-    row_status_ = memory->take<StatusCode>(rows);
-    workspace_ = memory->take<uint8_t>(workspace);
-    for (size_t i = 0; i < made.size(); ++i) {
-      at[i].first = memory->take<uint16_t>(static_cast<int64_t>(made[i].place.size()));
-      at[i].second = memory->take<float>(static_cast<int64_t>(made[i].block.size()));
-    }
-  };
-  Carving sizes{nullptr};
-  carve(&sizes);
-  attention_bytes_ = sizes.bytes;
-  if (Status s = machine_.allocate(attention_bytes_, "attention of coded rows", &attention_memory_);
-      !s) {
-    return s;
-  }
-  Carving memory{static_cast<uint8_t*>(attention_memory_)};
-  carve(&memory);
-  for (size_t i = 0; i < made.size(); ++i) {
-    const std::vector<uint16_t>& place = made[i].place;
-    const std::vector<float>& block = made[i].block;
-    Status of_place =
-        machine_.upload(at[i].first, place.data(), static_cast<int64_t>(2 * place.size()));
-    if (!of_place) return of_place;
-    Status of_block =
-        machine_.upload(at[i].second, block.data(), static_cast<int64_t>(4 * block.size()));
-    if (!of_block) return of_block;
-  }
+  const auto bytes = static_cast<int64_t>(coded_attention_workspace_bytes(call, grid));
+  if (Status s = memory_.take(rows, &attended_rows_); !s) return s;
+  if (Status s = memory_.take(1, &item_count_); !s) return s;
+  if (Status s = memory_.take(rows, &row_status_); !s) return s;
+  if (Status s = memory_.take(bytes, &workspace_); !s) return s;
   weighted_.assign(layers(), WeightedRows{});
   for (int32_t l = 0; l < layers(); ++l) {
-    WeightedRows& w = weighted_[l];
-    w.key_scales = device_.tables.query_scales;
-    w.key_means = device_.tables.query_means;
-    w.sink_tokens = device_.shape.sink_tokens;
-    if (turns_of[l] < 0) continue;
-    const RopeTable& rope = *host_->rope(l);
-    w.place_turns = at[turns_of[l]].first;
-    w.block_turns = at[turns_of[l]].second;
-    w.num_block_turns = rope.blocks;
-    w.rotary_dims = 2 * rope.pairs;
-    w.pairing = rope.pairing;
+    if (Status s = bind_turns(l); !s) return s;
   }
   return Status::ok();
+}
+
+// Layers with the same rotation share its turns.
+inline Status DeviceCodedRows::bind_turns(int32_t layer) {
+  WeightedRows& w = weighted_[layer];
+  w.key_scales = device_.tables.query_scales;
+  w.key_means = device_.tables.query_means;
+  w.sink_tokens = device_.shape.sink_tokens;
+  const RopeTable* rope = host_->rope(layer);
+  if (rope == nullptr || host_->is_raw_layer(layer)) return Status::ok();
+  for (int32_t l = 0; l < layer; ++l) {
+    if (host_->rope(l) != rope || host_->is_raw_layer(l)) continue;
+    w = weighted_[l];
+    return Status::ok();
+  }
+  const Result<WeightedTurns> turns = weighted_turns(*rope, head_dim(), device_.shape.sink_tokens);
+  if (!turns) return turns.status();
+  w.num_block_turns = rope->blocks;
+  w.pairing = rope->pairing;
+  Status s = memory_.put(turns->place, &w.place_turns);
+  return s ? memory_.put(turns->block, &w.block_turns) : s;
 }
 
 // The call for any rows of a layer, without its codebooks.
-template <class Machine>
-CodedAttention DeviceCodedRows<Machine>::call_of_layer(int32_t layer) const {
+inline CodedAttention DeviceCodedRows::call_of_layer(int32_t layer) const {
   CodedAttention call;
   for (const Component c : {Component::kKey, Component::kValue}) {
     CodedComponent& of = c == Component::kKey ? call.keys : call.values;
@@ -131,13 +150,10 @@ CodedAttention DeviceCodedRows<Machine>::call_of_layer(int32_t layer) const {
   return call;
 }
 
-template <class Machine>
-Status DeviceCodedRows<Machine>::attend_rows(const DeviceAttendBody& body, AttendedRows which) {
+inline Status DeviceCodedRows::attend_rows(const DeviceAttendBody& body, AttendedRows which) {
   const MakeAttentionRows make{device_, body, which, attended_rows_, item_count_};
-  if (Status s = machine_.launch(make, MachineGrid{}, 8 * body.count, MakeAttentionRows::kThreads);
-      !s) {
-    return s;
-  }
+  Status made = launch(make, dim3(1), 8 * body.count, MakeAttentionRows::kThreads);
+  if (!made) return made;
   CodedAttention call = call_of_layer(body.layer);
   if (which == AttendedRows::kCoded) {
     call.weighted = weighted_[body.layer];
@@ -157,17 +173,21 @@ Status DeviceCodedRows<Machine>::attend_rows(const DeviceAttendBody& body, Atten
   call.num_items = call.num_rows * block_count(std::min(body.most_tokens, config_.max_tokens));
   call.q_len = body.q_len;
   call.dtype = body.dtype;
-  return machine_.attend(call);
+  const Result<CodedAttentionGrid> grid = coded_attention_grid(call);
+  return grid ? attend_coded(call, *grid, stream_) : grid.status();
 }
 
-template <class Machine>
-Status DeviceCodedRows<Machine>::attend(const DeviceAttendBody& body) {
+inline Status DeviceCodedRows::attend(const DeviceAttendBody& body) {
   const bool has_books = host_layers_[body.layer].books[0].codebook != nullptr;
   if (host_->is_raw_layer(body.layer) || !has_books) {
     return attend_rows(body, AttendedRows::kAllAsRaw);
   }
+  bool any_waits = false;
+  for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
+    any_waits |= state_of(slot, body.layer).waits;
+  }
   Status s = attend_rows(body, AttendedRows::kCoded);
-  return s && states_.any_waits(body.layer) ? attend_rows(body, AttendedRows::kRaw) : s;
+  return s && any_waits ? attend_rows(body, AttendedRows::kRaw) : s;
 }
 
 }  // namespace tierkv::store

@@ -198,11 +198,6 @@ TKV_HD const uint8_t* old_block(const CodedCall& call, const CellOf& c, int32_t 
   return call.device.view.pages.base + int64_t{ref.offset} * kUnitBytes;
 }
 
-// Whether the page operation before write() or cut() failed.
-__device__ inline bool is_off(const CodedCall& call) {
-  return call.works.report != nullptr && call.works.report->status != StatusCode::kOk;
-}
-
 __device__ __forceinline__ int32_t thread_of_grid() {
   return static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
 }

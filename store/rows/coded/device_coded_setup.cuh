@@ -3,96 +3,79 @@
 // codebooks.
 #pragma once
 
-#include "store/rows/coded/device_coded_format.cuh"
+#include "store/rows/coded/device_coded_rows.cuh"
 
 namespace tierkv::store {
 
 inline constexpr int32_t kCheapestOfBook = 128;
 
-template <class Machine>
-void DeviceCodedRows<Machine>::carve(Carving* at) {
-  const CodedShape& shape = host_->shape();
-  const int32_t entries = config_.max_sequences * layers();
+// Zeros.
+inline Status DeviceCodedRows::take_memory() {
+  Status taken = Status::ok();
+  const auto take = [&](int64_t count, auto**... memory) {
+    ((void)(taken = taken ? memory_.take_zeros(count, memory, stream_) : taken), ...);
+  };
+  const CodedShape& shape = device_.shape;
+  const int64_t entries = int64_t{config_.max_sequences} * layers();
   const int64_t rows = int64_t{per_slot_ ? config_.max_sequences : 1} * layers() * heads();
   DeviceRowTables& t = device_.tables;
   t.rows = static_cast<int32_t>(rows);
   t.per_slot = per_slot_;
-  for (float** x : {&t.key_steps, &t.value_steps, &t.query_units}) *x = at->take<float>(rows);
-  for (float** x : {&t.key_scales, &t.query_scales}) *x = at->take<float>(rows * head_dim());
-  for (uint16_t** x : {&t.key_means, &t.query_means}) *x = at->take<uint16_t>(rows * head_dim());
-  key_weights_ = at->take<float>(int64_t{layers()} * heads() * head_dim());
-  t.key_weights = key_weights_;
-  records_ =
-      at->take<uint8_t>(int64_t{layers()} * heads() * (shape.row_byte(1) - shape.row_byte(0)));
-  device_layers_ = at->take<DeviceLayer>(layers());
+  take(rows, &t.key_steps, &t.value_steps, &t.query_units);
+  take(rows * head_dim(), &t.key_scales, &t.query_scales, &t.key_means, &t.query_means);
+  take(int64_t{layers()} * heads() * (shape.row_byte(1) - shape.row_byte(0)), &records_);
+  take(layers(), &device_layers_);
   device_.layers = device_layers_;
-  books_ = at->take<DeviceCodebook>(2 * layers());
-  book_tables_ = at->take<uint32_t>(int64_t{2 * layers()} << host_->format().max_length);
-  book_words_ = at->take<uint32_t>(int64_t{2 * layers()} * kMaxSymbols);
-  book_cheapest_ = at->take<uint16_t>(int64_t{2 * layers()} * kCheapestOfBook);
-  turns_.clear();
-  for (int32_t l = 0; l < layers(); ++l) {
-    const RopeTable* rope = host_->rope(l);
-    const bool is_known = l > 0 && rope == host_->rope(0);
-    if (rope == nullptr || is_known) {
-      turns_.push_back(is_known && rope != nullptr ? turns_[0] : nullptr);
-      continue;
-    }
-    turns_.push_back(at->take<Turn>(static_cast<int64_t>(rope->place.size() + rope->block.size())));
-  }
+  take(2 * layers(), &books_);
+  take(int64_t{2 * layers()} << host_->format().max_length, &book_tables_);
+  take(int64_t{2 * layers()} * kMaxSymbols, &book_words_);
+  take(int64_t{2 * layers()} * kCheapestOfBook, &book_cheapest_);
   // A step has few blocks of all layers, a prompt many of one.
   constexpr int32_t kStepBlocks = kSampleBlocks + 3;
   const int64_t cells =
       int64_t{config_.max_sequences} * most(layers() * kStepBlocks, shape.max_blocks + 1);
   cells_ = static_cast<int32_t>(std::min<int64_t>(cells, INT32_MAX / (4 * heads())));
   const int64_t cell_rows = int64_t{cells_} * heads();
-  hints_ = at->take<uint32_t>(entries + 1);
+  take(entries + 1, &hints_);
   CodedCall& s = scratch_;
-  s.entries = at->take<EntryDraft>(entries);
-  s.rows = at->take<CodedRowState>(int64_t{entries} * heads());
-  for (WeightedPlace*& places : s.places) places = at->take<WeightedPlace>(cell_rows);
-  s.sums = at->take<LogMean>(cell_rows);
-  s.left = at->take<int32_t>(1);
-  s.ends = at->take<uint32_t>(cells_);
-  s.list_begins = at->take<int32_t>(layers() + 1);
-  s.lists = at->take<int32_t>(cells_);
-  s.status = at->take<StatusCode>(2 * cell_rows);
-  s.kept = at->take<uint8_t>(2 * cell_rows);
+  take(entries, &s.entries);
+  take(entries * heads(), &s.rows);
+  take(cell_rows, &s.places[0], &s.places[1], &s.sums);
+  take(1, &s.left);
+  take(cells_, &s.ends, &s.lists);
+  take(layers() + 1, &s.list_begins);
+  take(2 * cell_rows, &s.status, &s.kept);
   const int64_t cell_bytes = int64_t{heads()} * kBlockTokens * (4 * head_dim() + 4);
   s.group_cells =
       static_cast<int32_t>(std::clamp<int64_t>(staging_bytes_ / cell_bytes, kSampleBlocks, cells_));
   const int64_t group_rows = int64_t{s.group_cells} * heads();
-  s.staging = at->take<uint16_t>(2 * group_rows * kBlockTokens * head_dim());
-  s.decided = at->take<uint8_t[4]>(group_rows * kBlockTokens);
-  s.ranges = at->take<WeightedRange>(group_rows);
+  take(2 * group_rows * kBlockTokens * head_dim(), &s.staging);
+  take(group_rows * kBlockTokens, &s.decided);
+  take(group_rows, &s.ranges);
+  return taken;
 }
 
-template <class Machine>
-Status DeviceCodedRows<Machine>::bind(const DeviceStoreView& view, DeviceFault* fault,
-                                      GpuStream stream) {
-  machine_.set_stream(stream);
+inline Status DeviceCodedRows::bind(const DeviceStoreView& view, DeviceFault* fault,
+                                    GpuStream stream) {
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
+  limits_ = *limits;
+  stream_ = stream;
   device_.view = view;
   device_.shape = host_->shape();
   device_.fault = fault;
   device_.pool_bytes = int64_t{view.pages.allocator.shape.num_pages} * view.pages.page_bytes;
-  states_ = DeviceLayerStates(config_.max_sequences, layers());
+  states_.assign(size_t{1} * config_.max_sequences * layers(), {});
   for (int32_t l = 0; l < layers(); ++l) {
     per_slot_ |= !host_->is_raw_layer(l) && host_->needs_tokens(l);
   }
-  Carving sizes{nullptr};
-  carve(&sizes);
-  memory_bytes_ = sizes.bytes;
-  if (Status s = machine_.allocate(memory_bytes_, "coded rows", &memory_); !s) return s;
-  if (Status s = machine_.clear(memory_, memory_bytes_); !s) return s;
-  Carving memory{static_cast<uint8_t*>(memory_)};
-  carve(&memory);
-  scratch_.device = device_;
+  if (Status s = take_memory(); !s) return s;
   if (Status s = upload_tables(); !s) return s;
+  scratch_.device = device_;
   return bind_attention();
 }
 
-template <class Machine>
-Status DeviceCodedRows<Machine>::upload_tables() {
+inline Status DeviceCodedRows::upload_tables() {
   const int64_t record_bytes = device_.shape.row_byte(1) - device_.shape.row_byte(0);
   std::vector<float> weights;
   std::vector<uint8_t> records(static_cast<size_t>(layers() * heads() * record_bytes));
@@ -106,7 +89,7 @@ Status DeviceCodedRows<Machine>::upload_tables() {
       put_record(*row, records.data() + (l * heads() + h) * record_bytes);
     }
   }
-  if (Status s = upload(key_weights_, weights); !s) return s;
+  if (Status s = memory_.put(weights, &device_.tables.key_weights); !s) return s;
   if (Status s = upload(records_, records); !s) return s;
   if (!per_slot_) {
     const MakeRowTables make{device_, records_, record_bytes, 0, 1, 0, layers()};
@@ -120,11 +103,13 @@ Status DeviceCodedRows<Machine>::upload_tables() {
     DeviceLayer& layer = host_layers_[l];
     layer.is_raw = host_->is_raw_layer(l) ? 1 : 0;
     if (rope == nullptr) continue;
-    layer.rope = {turns_[l], turns_[l] + rope->place.size(), rope->pairing, rope->pairs,
-                  rope->blocks};
-    if (l > 0 && turns_[l] == turns_[0]) continue;
-    if (Status s = upload(turns_[l], rope->place); !s) return s;
-    if (Status s = upload(turns_[l] + rope->place.size(), rope->block); !s) return s;
+    if (l > 0 && rope == host_->rope(0)) {
+      layer.rope = host_layers_[0].rope;
+      continue;
+    }
+    layer.rope = {nullptr, nullptr, rope->pairing, rope->pairs, rope->blocks};
+    if (Status s = memory_.put(rope->place, &layer.rope.place); !s) return s;
+    if (Status s = memory_.put(rope->block, &layer.rope.block); !s) return s;
   }
   for (int32_t l = 0; l < layers(); ++l) {
     if (!has_books(l)) continue;
@@ -133,14 +118,7 @@ Status DeviceCodedRows<Machine>::upload_tables() {
   return upload_layers();
 }
 
-template <class Machine>
-Status DeviceCodedRows<Machine>::upload_layers() {
-  return upload(device_layers_, host_layers_);
-}
-
-// upload_layers() follows.
-template <class Machine>
-Status DeviceCodedRows<Machine>::upload_books(int32_t layer) {
+inline Status DeviceCodedRows::upload_books(int32_t layer) {
   for (const Component c : {Component::kKey, Component::kValue}) {
     const auto i = static_cast<int32_t>(c);
     const Codebook& book = host_->books(layer).family(c).books.front();
@@ -157,7 +135,7 @@ Status DeviceCodedRows<Machine>::upload_books(int32_t layer) {
     if (Status s = upload(table, table_of_book); !s) return s;
     if (Status s = upload(words, words_of); !s) return s;
     if (Status s = upload(cheapest, book.cheapest); !s) return s;
-    if (Status s = machine_.upload(books_ + at, &on_device, sizeof(on_device)); !s) return s;
+    if (Status s = upload(books_ + at, &on_device, sizeof(on_device)); !s) return s;
     host_books_[at] = on_device;
     host_layers_[layer].books[i] = {books_ + at, book.max_length};
   }
@@ -165,8 +143,7 @@ Status DeviceCodedRows<Machine>::upload_books(int32_t layer) {
   return Status::ok();
 }
 
-template <class Machine>
-Status DeviceCodedRows<Machine>::download_shared(RowFormat* host) {
+inline Status DeviceCodedRows::download_shared(RowFormat* host) {
   auto* const to = static_cast<CodedRows*>(host);
   // Books of a layer stay what they are once it has some.
   for (int32_t l = 0; l < layers(); ++l) {
@@ -175,9 +152,8 @@ Status DeviceCodedRows<Machine>::download_shared(RowFormat* host) {
   return Status::ok();
 }
 
-template <class Machine>
-Status DeviceCodedRows<Machine>::upload_shared(const RowFormat& host,
-                                               const std::vector<HostLayer>& imported) {
+inline Status DeviceCodedRows::upload_shared(const RowFormat& host,
+                                             const std::vector<HostLayer>& imported) {
   const auto& from = static_cast<const CodedRows&>(host);
   bool any_new = false;
   for (int32_t l = 0; l < layers(); ++l) {
@@ -190,7 +166,8 @@ Status DeviceCodedRows<Machine>::upload_shared(const RowFormat& host,
     if (Status s = upload_layers(); !s) return s;
   }
   for (const HostLayer& layer : imported) {
-    states_.import(layer.slot, layer.layer, from.is_fixed(layer));
+    LayerState& state = state_of(layer.slot, layer.layer);
+    state.fixed = from.is_fixed(layer), state.waits = !state.fixed;
   }
   if (!per_slot_) return Status::ok();
   const MakeRowTables make{device_, nullptr, 0, imported[0].slot, 1, 0, layers()};

@@ -18,7 +18,7 @@ struct EncodeCells {
   bool writes = false;
 
   __device__ void operator()(uint8_t* shared) const {
-    if (writes && (is_off(call) || *call.left == 0)) return;
+    if (writes && (!call.works.has_pages() || *call.left == 0)) return;
     if (cells_of_layer(call, group, static_cast<int32_t>(blockIdx.y)).count() == 0) return;
     auto* const encode = reinterpret_cast<WeightedEncode*>(shared);
     if (threadIdx.x == 0) *encode = encode_call(static_cast<int32_t>(blockIdx.y));
@@ -69,7 +69,7 @@ struct MoveBlocks {
   CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
-    if (is_off(call)) return;
+    if (!call.works.has_pages()) return;
     const int32_t items = cells_of_group(call, group) * call.heads() * 2;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       const CellOf cell = cell_of(call, group, i / 2 / call.heads());
@@ -86,7 +86,7 @@ struct MoveBlocks {
 
  private:
   __device__ WeightedPlace resolve(int32_t i, const CellOf& cell) const {
-    const DevicePagesView& pages = call.device.view.pages;
+    const PagesView& pages = call.device.view.pages;
     const auto units = static_cast<uint32_t>(call.device.shape.page_units);
     const int32_t kv_head = i / 2 % call.heads();
     WeightedPlace& given = call.places[i % 2][cell.cell * call.heads() + kv_head];

@@ -53,8 +53,7 @@ struct OpenEntries {
     const LayerTokens from = call.works.from[e], to = call.works.to[e];
     EntryDraft d;
     if (to.body_end <= from.body_end) return d;
-    const int32_t slot = call.works.slots[e / call.works.num_layers];
-    const int32_t layer = call.works.first_layer + e % call.works.num_layers;
+    const auto [sequence, slot, layer] = call.works.entry(e);
     const uint32_t hint = call.hints == nullptr ? 0 : call.hints[e];
     const bool fixed = device.is_fixed(slot, layer);
     const bool becomes_fixed =
@@ -77,7 +76,7 @@ struct OpenEntries {
   // Old blocks are written over unless another sequence reads their pages: then the new ones go
   // behind them.
   __device__ int32_t private_begin(int32_t slot, int32_t layer, int32_t begin) const {
-    const DevicePagesView& pages = call.device.view.pages;
+    const PagesView& pages = call.device.view.pages;
     const int32_t row = pages.row(slot, layer, 0), units = call.device.shape.page_units;
     const int32_t held = pages.allocator.tokens[row].of[0];
     for (int32_t p = begin / units; p * units < held; ++p) {
@@ -200,10 +199,7 @@ struct PlaceBlocks {
     }
     __syncthreads();
     if (thread() != 0) return;
-    const int32_t sequence = e / call.works.num_layers;
-    const int32_t layer = call.works.first_layer + e % call.works.num_layers;
-    const int32_t row = sequence * call.device.view.pages.allocator.shape.table.rows_per_sequence +
-                        layer * call.device.view.pages.rows_per_layer;
+    const int64_t row = call.device.view.counts_row(call.works.entry(e));
     call.counts.target[row].of[0] = *chunk.used;
     if (call.hints != nullptr && (call.hints[e] & kRewritesEntry) != 0) {
       call.counts.kept[row].of[0] = d.begin;
@@ -231,9 +227,8 @@ struct PlaceBlocks {
     for (int32_t i = thread(); i < items; i += threads()) {
       const StatusCode code = status[i];
       if (code == StatusCode::kOk) continue;
-      report_fault(call.device.fault,
-                   {code, call.works.slots[e / call.works.num_layers],
-                    call.works.first_layer + e % call.works.num_layers, i / 2 % call.heads()});
+      const DeviceEntry at = call.works.entry(e);
+      report_fault(call.device.fault, {code, at.slot, at.layer, i / 2 % call.heads()});
       is_fine &= code == StatusCode::kOutOfRange && call.places[i % 2][first + i / 2].units != 0;
     }
     if (__syncthreads_and(is_fine) != 0) return false;
@@ -253,19 +248,16 @@ struct RelocateBlocks {
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    if (is_off(call)) return;
+    if (!call.works.has_pages()) return;
     const int32_t per_entry = 2 * call.heads(), items = call.num_entries() * per_entry;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
-      const int32_t e = i / per_entry, sequence = e / call.works.num_layers;
-      const int32_t layer = call.works.first_layer + e % call.works.num_layers;
-      const int64_t row =
-          int64_t{sequence} * call.device.view.pages.allocator.shape.table.rows_per_sequence +
-          layer * call.device.view.pages.rows_per_layer;
-      const PageCopy copy = call.copies[row * kMaxSides];
+      const int32_t e = i / per_entry;
+      const DeviceEntry at = call.works.entry(e);
+      const PageCopy copy = call.copies[call.device.view.counts_row(at) * kMaxSides];
       if (copy.source == kNoPage) continue;
       const auto units = static_cast<uint32_t>(call.device.shape.page_units);
-      CodedBlockRef* const refs = call.device.refs(
-          call.works.slots[sequence], layer, i / 2 % call.heads(), static_cast<Component>(i % 2));
+      CodedBlockRef* const refs =
+          call.device.refs(at.slot, at.layer, i / 2 % call.heads(), static_cast<Component>(i % 2));
       for (int32_t b = lane_index(); b < block_count(call.works.from[e].body_end);
            b += kWarpLanes) {
         if (refs[b].offset / units != static_cast<uint32_t>(copy.source)) continue;
@@ -282,7 +274,7 @@ struct WriteRawBlocks {
   CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
-    if (is_off(call)) return;
+    if (!call.works.has_pages()) return;
     const int32_t items = cells_of_group(call, group) * call.heads() * 2;
     for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
          i += static_cast<int32_t>(gridDim.x)) {
@@ -303,13 +295,10 @@ struct WriteRawBlocks {
     const int32_t dims = call.head_dim();
     const uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
     for (int32_t t = thread; t < kBlockTokens; t += threads) to[t] = t < tokens ? words[t][0] : 0;
-    const TileLayout tile = {kRawCodes, dims};
     const uint16_t* const from = call.staged(c, row);
     for (int32_t i = thread; i < tile_count(tokens) * kTileTokens * dims; i += threads) {
-      const int32_t t = i / dims, d = i % dims;
-      const CodePosition at = code_position(tile, c, t % kTileTokens, d);
-      uint8_t* const byte =
-          to + kBlockTokens + t / kTileTokens * tile.bytes() + at.byte + at.bit / 8;
+      const int32_t t = i / dims;
+      uint8_t* const byte = to + kBlockTokens + raw_tile_byte(dims, c, t, i % dims);
       *reinterpret_cast<uint16_t*>(byte) = t < tokens ? from[i] : uint16_t{0};
     }
   }
@@ -321,7 +310,7 @@ struct FinishEntries {
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    if (is_off(call)) return;
+    if (!call.works.has_pages()) return;
     for (auto e = static_cast<int32_t>(blockIdx.x); e < call.num_entries();
          e += static_cast<int32_t>(gridDim.x)) {
       const EntryDraft& d = call.entries[e];
@@ -334,8 +323,8 @@ struct FinishEntries {
     const CodedDevice& device = call.device;
     const auto thread = static_cast<int32_t>(threadIdx.x);
     const auto threads = static_cast<int32_t>(blockDim.x);
-    const int32_t slot = call.works.slots[e / call.works.num_layers], heads = call.heads();
-    const int32_t layer = call.works.first_layer + e % call.works.num_layers;
+    const auto [sequence, slot, layer] = call.works.entry(e);
+    const int32_t heads = call.heads();
     const int32_t blocks = d.end_block - d.first_block;
     const int64_t first = call.cell(e, 0);
     for (int32_t b = thread; b < blocks; b += threads) {
@@ -370,14 +359,10 @@ struct CutCounts {
     for (int32_t e = thread_of_grid(); e < call.num_entries(); e += threads_of_grid()) {
       const LayerTokens from = call.works.from[e], to = call.works.to[e];
       if (to.body_end >= from.body_end) continue;
-      const int32_t sequence = e / call.works.num_layers;
-      const int32_t layer = call.works.first_layer + e % call.works.num_layers;
-      const int32_t row =
-          sequence * call.device.view.pages.allocator.shape.table.rows_per_sequence +
-          layer * call.device.view.pages.rows_per_layer;
-      const uint32_t* ends = call.device.ends(call.works.slots[sequence], layer);
+      const DeviceEntry at = call.works.entry(e);
+      const uint32_t* ends = call.device.ends(at.slot, at.layer);
       const uint32_t kept = to.body_end == 0 ? 0 : ends[to.body_end / kBlockTokens - 1];
-      call.counts.target[row].of[0] = static_cast<int32_t>(kept);
+      call.counts.target[call.device.view.counts_row(at)].of[0] = static_cast<int32_t>(kept);
     }
   }
 };

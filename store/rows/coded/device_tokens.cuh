@@ -15,10 +15,7 @@ namespace tierkv::store {
 // An element of raw tiles from `tiles` on.
 TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Component c, int32_t t,
                                  int32_t d) {
-  const TileLayout tile = {kRawCodes, head_dim};
-  const CodePosition at = code_position(tile, c, t % kTileTokens, d);
-  return *reinterpret_cast<const uint16_t*>(tiles + t / kTileTokens * tile.bytes() + at.byte +
-                                            at.bit / 8);
+  return *reinterpret_cast<const uint16_t*>(tiles + raw_tile_byte(head_dim, c, t, d));
 }
 
 // An element of a raw token that is no sink and not in the chunk.
@@ -249,27 +246,9 @@ struct DecideExponents {
       mean.add(tile);
       mean.add(other);
       if (!is_mine) continue;
-      const uint32_t bits = is_coded ? decide(known, p, up_to_tile).bits() : 0;
+      const uint32_t bits = is_coded ? decide_exponents(known, p, up_to_tile).bits() : 0;
       for (int32_t i = 0; i < 4; ++i) words[p - begin][i] = static_cast<uint8_t>(bits >> (8 * i));
     }
-  }
-  __device__ static DecidedExponents decide(const Importance& known, int32_t position,
-                                            const LogMean& mean) {
-    DecidedExponents decided;
-    switch (known.kind) {
-      case ImportanceKind::kUnknown:
-        break;
-      case ImportanceKind::kPrompt:
-        decided.importance = importance_exponent(token_importance(position, known.value, 1.0));
-        break;
-      case ImportanceKind::kSeen:
-        decided.importance =
-            importance_exponent(double_div(static_cast<double>(known.value), mean.value()));
-        break;
-      default:
-        decided = DecidedExponents::of(known.bits);
-    }
-    return decided;
   }
 };
 
@@ -422,8 +401,8 @@ struct SaveBlocks {
       CellOf cell;
       cell.entry = entry;
       cell.block = draft.first_block + i % per_entry / (2 * call.heads());
-      cell.slot = call.works.slots[entry / call.works.num_layers];
-      cell.layer = call.works.first_layer + entry % call.works.num_layers;
+      const DeviceEntry at = call.works.entry(entry);
+      cell.slot = at.slot, cell.layer = at.layer;
       if (cell.block >= block_count(call.works.from[entry].body_end)) continue;
       const auto c = static_cast<Component>(i % 2);
       const CodedBlockRef ref = call.device.refs(cell.slot, cell.layer, kv_head, c)[cell.block];

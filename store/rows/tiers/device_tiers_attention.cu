@@ -4,10 +4,36 @@
 #include "attention/core/workspace.h"
 #include "gpu/cuda_device.cuh"
 #include "gpu/launch.cuh"
-#include "store/place/device/stream_capture.cuh"
-#include "store/rows/tiers/device_tiers_counts.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv::store {
+namespace {
+
+struct TiersCounts {
+  DeviceStoreView view;
+  TiersShape shape;
+  const int32_t* slots = nullptr;  // device [count]
+  int32_t count = 0;
+  SideCounts* tokens = nullptr;  // device [num_rows] of the tables
+};
+
+// A thread a row of every layer.
+__global__ void __launch_bounds__(kTiersThreads)
+    gather_counts_kernel(const __grid_constant__ TiersCounts c) {
+  wait_for_previous_kernel();
+  const int32_t rows = c.view.num_layers * c.view.num_kv_heads;
+  const int32_t i = static_cast<int32_t>(blockIdx.x) * kTiersThreads + threadIdx.x;
+  if (i >= c.count * rows) return;
+  const int32_t slot = c.slots[i / rows], layer = i % rows / c.view.num_kv_heads,
+                kv_head = i % c.view.num_kv_heads;
+  const auto* row = reinterpret_cast<const TiersRow*>(c.view.slots.state(slot, layer) +
+                                                      c.shape.row_byte(kv_head));
+  SideCounts tokens;
+  for (int32_t side = 0; side < 2; ++side) tokens.of[side] = row->tokens[side];
+  c.tokens[c.view.pages.row(slot, layer, kv_head)] = tokens;
+}
+
+}  // namespace
 
 DeviceTiersAttention::DeviceTiersAttention(const StoreConfig& config, const TiersRows& rows)
     : config_(config),
@@ -151,9 +177,7 @@ EngineQueries DeviceTiersAttention::queries_of(const DeviceAttendBody& call,
 
 Status DeviceTiersAttention::attend(const DeviceAttendBody& call, const TiersCodes& codes,
                                     GpuStream stream) {
-  const Result<uint64_t> capture = capture_id(stream);
-  if (!capture) return capture.status();
-  const int32_t index = *capture == 0 ? 0 : 1;
+  const int32_t index = call.is_captured ? 1 : 0;
   if (call.new_plan) {
     if (Status s = plan(call, codes, index, stream); !s) return s;
   }

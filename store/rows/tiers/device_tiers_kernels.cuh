@@ -57,21 +57,15 @@ __device__ __forceinline__ int32_t table_row(const DeviceStoreView& view, const 
   return view.pages.row(at.slot, at.layer, at.kv_head);
 }
 __device__ __forceinline__ TiersPlace place_of(const TiersCall& c, int32_t row) {
-  const int32_t entry = row / c.view.num_kv_heads, sequence = entry / c.works.num_layers;
-  return {c.view, c.codes, c.works.slots[sequence],
-          c.works.first_layer + entry - sequence * c.works.num_layers,
-          row - entry * c.view.num_kv_heads};
+  const int32_t entry = row / c.view.num_kv_heads;
+  const auto [sequence, slot, layer] = c.works.entry(entry);
+  return {c.view, c.codes, slot, layer, row - entry * c.view.num_kv_heads};
 }
-// Whether the page operation before a call succeeded.
-__device__ __forceinline__ bool is_taken(const DeviceWorks& works) {
-  return works.report == nullptr || works.report->status == StatusCode::kOk;
-}
-// Where the counts of an entry's first row lie.
-__device__ __forceinline__ int64_t count_index(const TiersCall& c, int32_t row,
-                                               const TiersPlace& at) {
-  const int32_t sequence = row / c.view.num_kv_heads / c.works.num_layers;
-  return int64_t{sequence} * c.view.pages.allocator.shape.table.rows_per_sequence +
-         at.layer * c.view.pages.rows_per_layer;
+// Where a row's counts are to go.
+__device__ __forceinline__ SideCounts& target_of(const TiersCall& c, int32_t row) {
+  const int32_t entry = row / c.view.num_kv_heads;
+  return c.counts
+      .target[c.view.counts_row(c.works.entry(entry)) + row - entry * c.view.num_kv_heads];
 }
 __device__ __forceinline__ SideCounts units_of(const RowClass& row_class, const TiersRow& row) {
   SideCounts units;
@@ -259,9 +253,7 @@ __device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row,
                                 tiers_map(c.view, c.codes, at), draft.first, draft.end};
     decide_row(leaving, c.scratch.groups + int64_t{row} * c.scratch.groups_of_row, sums,
                &draft.after);
-    if (writes) {
-      c.counts.target[count_index(c, row, at) + at.kv_head] = units_of(row_class, draft.after);
-    }
+    if (writes) target_of(c, row) = units_of(row_class, draft.after);
   }
   if (writes) c.scratch.drafts[row] = draft;
 }
@@ -406,7 +398,7 @@ __global__ void __launch_bounds__(kTiersThreads)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
   wait_for_previous_kernel();
   const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
-  if (row >= c.num_rows || !is_taken(c.works)) return;
+  if (row >= c.num_rows || !c.works.has_pages()) return;
   const TiersPlace at = place_of(c, row);
   const LeavingToken t = leaving_token(c, at, row, warp - row * c.works.most_leaving);
   if (t.tier == BodyTier::kNoTier) return;

@@ -28,8 +28,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   const TiersPlace at = place_of(c, row);
   const TiersRow left = cut_row(c, at, to.body_end);
   if (lane_index() != 0) return;
-  c.counts.target[count_index(c, row, at) + at.kv_head] =
-      units_of(c.codes.classes[at.row_class], left);
+  target_of(c, row) = units_of(c.codes.classes[at.row_class], left);
 }
 
 // Likewise. Slots behind the tokens that stay are empty again, as in pages that never held more.
@@ -37,7 +36,7 @@ __global__ void __launch_bounds__(kTiersThreads)
     cut_tiers_kernel(const __grid_constant__ TiersCall c) {
   wait_for_previous_kernel();
   const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
-  if (row >= c.num_rows || !is_taken(c.works)) return;
+  if (row >= c.num_rows || !c.works.has_pages()) return;
   const LayerTokens to = c.works.to[entry];
   if (to.body_end >= c.works.from[entry].body_end) return;
   const TiersPlace at = place_of(c, row);

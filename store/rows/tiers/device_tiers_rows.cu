@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "store/rows/tiers/device_tiers_rows.h"
-
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -27,10 +25,6 @@ class DeviceTiersRows final : public DeviceRowFormat {
 
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
   int64_t workspace_bytes() const override { return memory_.bytes(); }
-  Status open(int32_t) override { return Status::ok(); }
-
-  bool may_rewrite(const DeviceWorks&) const override { return false; }
-  Status require_capturable(const DeviceWorks&) const override { return Status::ok(); }
   int64_t most_pages(const DeviceWorks& works) const override;
   Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status write(const DeviceWorks& works, const PageCopy* copies) override;
@@ -48,17 +42,10 @@ class DeviceTiersRows final : public DeviceRowFormat {
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status cut(const DeviceWorks& works, const PageCopy* copies) override;
 
-  Status download_shared(RowFormat*) override { return Status::ok(); }
-  Status upload_shared(const RowFormat&, const std::vector<HostLayer>&) override {
-    return Status::ok();
-  }
-
  private:
   int64_t rows_of(const DeviceWorks& works) const {
     return int64_t{works.entries()} * config_.layout.num_kv_heads;
   }
-  // The most that a row takes when so many of its tokens leave.
-  int64_t row_pages(int32_t layer, int32_t kv_head, int32_t leaving) const;
   TiersCall call_of(const DeviceWorks& works) const;
   template <class Kernel>
   Status launch(Kernel kernel, int64_t warps, const TiersCall& call, const char* what) const;
@@ -94,25 +81,14 @@ Status DeviceTiersRows::bind(const DeviceStoreView& view, DeviceFault* fault, Gp
   return attention_.bind(view, &memory_);
 }
 
-// Where its pages are full; with classes, those of the side with the smaller ones.
-int64_t DeviceTiersRows::row_pages(int32_t layer, int32_t kv_head, int32_t leaving) const {
-  const RowClass& c =
-      rows_.classes()[rows_.class_of_head()[layer * config_.layout.num_kv_heads + kv_head]];
-  const int32_t high = c.layout[kHighSide].tokens, low = c.layout[kLowSide].tokens;
-  return c.alphas.high <= 0 ? pages_for(leaving, high) : worst_case_pages(leaving, high, low);
-}
-
 int64_t DeviceTiersRows::most_pages(const DeviceWorks& works) const {
   int64_t pages = 0;
   for (int32_t e = 0; e < works.entries(); ++e) {
-    const int32_t layer = works.first_layer + e % works.num_layers;
-    int32_t leaving = works.most_leaving;
-    if (works.moves != nullptr) {
-      const LayerMove& move = works.moves[e];
-      leaving = most(0, move.to.body_end - most(move.from.body_end, config_.sink_tokens));
-    }
+    const LayerMove& move = works.moves[e];
+    const int32_t leaving =
+        most(0, move.to.body_end - most(move.from.body_end, config_.sink_tokens));
     for (int32_t h = 0; leaving > 0 && h < config_.layout.num_kv_heads; ++h) {
-      pages += row_pages(layer, h, leaving);
+      pages += rows_.row_pages(move.layer, h, leaving, true);
     }
   }
   return pages;

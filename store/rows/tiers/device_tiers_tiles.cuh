@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   wait_for_previous_kernel();
   const int32_t task = warp_of_grid() / 2, tiles = most_tiles(c.works.most_leaving);
   const int32_t row = task / tiles, index = task % tiles;
-  if (row >= c.num_rows || !is_taken(c.works)) return;
+  if (row >= c.num_rows || !c.works.has_pages()) return;
   const TiersDraft& draft = c.scratch.drafts[row];
   if (draft.first >= draft.end) return;
   const TiersPlace at = place_of(c, row);

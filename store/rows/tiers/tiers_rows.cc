@@ -14,13 +14,6 @@ namespace {
 // The share of tokens in the high tier that estimates assume.
 constexpr double kTypicalHigh = 0.3;
 
-int64_t pages_of_tokens(const PageLayout (&layout)[2], int32_t tokens, bool at_most) {
-  const int32_t high_page = layout[kHighSide].tokens, low_page = layout[kLowSide].tokens;
-  if (at_most) return worst_case_pages(tokens, high_page, low_page);
-  const auto high = static_cast<int32_t>(kTypicalHigh * tokens);
-  return pages_for(high, high_page) + pages_for(tokens - high, low_page);
-}
-
 // The tokens of positions [first, end) by side, and of which row each is.
 struct SideRows {
   std::vector<int32_t> rows[2];
@@ -36,20 +29,20 @@ SideRows rows_by_side(const uint8_t* map, int32_t first, int32_t end) {
 
 }  // namespace
 
+int64_t TiersRows::row_pages(int32_t layer, int32_t kv_head, int32_t tokens, bool at_most) const {
+  const RowClass& c = row_class(layer, kv_head);
+  const int32_t high_page = c.layout[kHighSide].tokens, low_page = c.layout[kLowSide].tokens;
+  if (c.alphas.high <= 0) return pages_for(tokens, high_page);
+  if (at_most) return worst_case_pages(tokens, high_page, low_page);
+  const auto high = static_cast<int32_t>(kTypicalHigh * tokens);
+  return pages_for(high, high_page) + pages_for(tokens - high, low_page);
+}
+
 int64_t TiersRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) const {
   const int32_t body = std::max(0, tokens - config_.window_tokens - config_.sink_tokens);
   int64_t pages = 0;
-  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-    const RowClass& c = row_class(layer, h);
-    pages += c.layout[kHighSide].k_tile.type.is_raw() ? pages_for(body, c.layout[kHighSide].tokens)
-                                                      : pages_of_tokens(c.layout, body, at_most);
-  }
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) pages += row_pages(layer, h, body, at_most);
   return pages;
-}
-
-void TiersRows::open(const HostLayer& layer) {
-  std::memset(layer.state, 0, static_cast<size_t>(sizes_.state_bytes));
-  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) row_state(layer, h) = TiersRow{};
 }
 
 const Basis* TiersRows::basis(Component c, int32_t layer, int32_t kv_head) const {
@@ -125,7 +118,7 @@ void TiersRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int
         rotated->undo(x, 1);
       }
     }
-    if (pruned != nullptr) pruned[p - first] = is_there ? 0 : 1;
+    if (pruned != nullptr && !is_there) pruned[p - first] = 1;
   }
 }
 

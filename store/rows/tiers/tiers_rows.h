@@ -31,9 +31,8 @@ class TiersRows final : public RowFormat {
   Status prepare();
 
   const FormatSizes& sizes() const override { return sizes_; }
-  void bind(const HostPagesView& pages) override { pages_ = pages; }
+  void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
-  void open(const HostLayer& layer) override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
   void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
@@ -42,10 +41,8 @@ class TiersRows final : public RowFormat {
                     RawScore* scores) const override;
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
   void cut(const HostLayer& layer, int32_t body_end) override;
-  void relocate(const HostLayer&, const PageCopy*) override {}  // places follow from the tables
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
-  std::vector<uint8_t> export_shared(const HostLayer&) const override { return {}; }
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
@@ -56,6 +53,8 @@ class TiersRows final : public RowFormat {
   // The format's, and raw behind them where there are raw layers.
   const std::vector<RowClass>& classes() const { return classes_; }
   const std::vector<uint8_t>& class_of_head() const { return class_of_head_; }
+  // Pages of so many tokens that follow each other: the most, or typically.
+  int64_t row_pages(int32_t layer, int32_t kv_head, int32_t tokens, bool at_most) const;
   const std::vector<Basis>& bases(Component c) const {
     return c == Component::kKey ? keys_ : values_;
   }
@@ -126,7 +125,7 @@ class TiersRows final : public RowFormat {
   StoreConfig config_;
   FormatSizes sizes_;
   TiersShape shape_;
-  HostPagesView pages_;
+  PagesView pages_;
   std::vector<RowClass> classes_;       // the format's, and raw behind them
   std::vector<uint8_t> class_of_head_;  // [num_layers * num_kv_heads], raw ones too
   std::vector<Basis> keys_, values_;    // likewise; empty: none is rotated

@@ -11,14 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "store/rows/coded/device_coded_format.cuh"
-#include "tests/engine/support/emulated_machine.h"
+#include "store/rows/coded/device_coded_rows.cuh"
+#include "tests/engine/support/emulated_attention.h"
 #include "tests/engine/support/feed.h"
 #include "tests/support/fresh_random.h"
 
 namespace tierkv::store::test {
-
-using Device = DeviceCodedRows<EmulatedMachine>;
 
 // A copy of what a store in host memory holds, as a device would hold it.
 class Copy {
@@ -49,7 +47,7 @@ class Copy {
     const uint8_t* slots = place_->layer_of({0, 0, {}, {}}).raw;
     std::memcpy(slots_.data(), slots,
                 static_cast<size_t>(layout_.slot_bytes) * layout_.allocator.table.num_sequences);
-    const HostPagesView& from = place_->pages();
+    const PagesView& from = place_->pages();
     std::memcpy(pages_.data(), from.base, pages_.size() * 16);
     const PageAllocator &a = from.allocator, &b = view_.pages.allocator;
     const AllocatorShape& shape = layout_.allocator;
@@ -190,8 +188,7 @@ class Shadowed final : public RowFormat {
     inner_ = std::move(*make_coded_rows(config));
     other_ = std::move(*make_coded_rows(config));
     coded_ = static_cast<CodedRows*>(inner_.get());
-    device_ =
-        std::make_unique<Device>(config, static_cast<CodedRows*>(other_.get()), EmulatedMachine{});
+    device_ = std::make_unique<DeviceCodedRows>(config, static_cast<CodedRows*>(other_.get()));
     if ((*rng)() % 2 == 0) device_->set_staging_bytes(1);
   }
   void begin(HostPlace* place) {
@@ -277,14 +274,14 @@ class Shadowed final : public RowFormat {
   int64_t restored() const { return restored_; }
 
   const FormatSizes& sizes() const override { return inner_->sizes(); }
-  void bind(const HostPagesView& pages) override { inner_->bind(pages); }
+  void bind(const PagesView& pages) override { inner_->bind(pages); }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override {
     return inner_->layer_pages(layer, tokens, at_most);
   }
-  void open(const HostLayer& layer) override {
-    inner_->open(layer);
-    (void)device_->open(layer.slot);
-    body_ends_[{layer.slot, layer.layer}] = 0;
+  // The sequence is a new one.
+  void open(int32_t slot) {
+    device_->released(slot);
+    for (int32_t l = 0; l < config_.layout.num_layers; ++l) body_ends_[{slot, l}] = 0;
   }
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override {
     copy_->sync();
@@ -433,7 +430,7 @@ class Shadowed final : public RowFormat {
     for (int32_t h = 0; h < shape.num_kv_heads; ++h) {
       EXPECT_TRUE(equal(shape.row_byte(h), shape.row_byte(h + 1))) << "kv_head " << h;
     }
-    const DevicePagesView& mine = copy_->view().pages;
+    const PagesView& mine = copy_->view().pages;
     const int32_t row = mine.row(slot, layer, 0);
     const PageAllocator& a = host_pages_->allocator;
     const bool elsewhere = is_captured_ && a.sequences[slot].shares != 0;
@@ -468,14 +465,14 @@ class Shadowed final : public RowFormat {
   }
 
  public:
-  const HostPagesView* host_pages_ = nullptr;
+  const PagesView* host_pages_ = nullptr;
 
  private:
   StoreConfig config_;
   std::mt19937* rng_;
   std::unique_ptr<RowFormat> inner_, other_;
   CodedRows* coded_;
-  std::unique_ptr<Device> device_;
+  std::unique_ptr<DeviceCodedRows> device_;
   std::unique_ptr<Copy> copy_;
   DeviceFault fault_{};
   std::unique_ptr<Call> call_;

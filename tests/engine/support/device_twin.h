@@ -65,7 +65,7 @@ class DeviceTwin {
  public:
   DeviceTwin(const StoreConfig& config, HostPlace* host, TwinMemory* memory)
       : config_(config), host_(host) {
-    const HostPagesView& pages = host->pages();
+    const PagesView& pages = host->pages();
     const HostLayer first = host->layer_of({0, 0, {}, {}});
     DeviceSlots& slots = view_.slots;
     slots.raw_bytes = first.state - first.raw;
@@ -103,7 +103,7 @@ class DeviceTwin {
   }
   // The page tables, after a page operation. Pages that were exchanged are copied.
   void take_tables() {
-    const HostPagesView& host = host_->pages();
+    const PagesView& host = host_->pages();
     const PageAllocator &a = host.allocator, &mine = view_.pages.allocator;
     for (int32_t row = 0; row < a.shape.table.num_rows(); ++row) {
       for (int32_t side = 0; side < a.shape.table.num_sides; ++side) {
@@ -118,7 +118,7 @@ class DeviceTwin {
   }
   // After a fork in host memory.
   void fork(int32_t from, int32_t to) {
-    const HostPagesView& host = host_->pages();
+    const PagesView& host = host_->pages();
     const int32_t rows = host.allocator.shape.table.rows_per_sequence;
     take_tables();
     for (int32_t r = 0; r < rows; ++r) {
@@ -174,7 +174,7 @@ class DeviceTwin {
   // The first bytes(side, page) bytes of every page of a table row.
   template <class Bytes>
   void compare_pages(int32_t slot, int32_t layer, int32_t i, const Bytes& bytes) const {
-    const HostPagesView& host = host_->pages();
+    const PagesView& host = host_->pages();
     const int32_t row = host.row(slot, layer, i);
     for (int32_t side = 0; side < host.allocator.shape.table.num_sides; ++side) {
       for (int32_t p = 0; p < host.allocator.pages[row].of[side]; ++p) {

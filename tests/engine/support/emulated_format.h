@@ -23,17 +23,9 @@ class EmulatedFormat : public DeviceRowFormat {
     return Status::ok();
   }
   int64_t workspace_bytes() const override { return 0; }
-  Status open(int32_t) override { return Status::ok(); }
-  bool may_rewrite(const DeviceWorks&) const override { return false; }
-  Status require_capturable(const DeviceWorks&) const override { return Status::ok(); }
   int64_t most_pages(const DeviceWorks&) const override { return INT32_MAX; }
   Status attend(const DeviceAttendBody&) override { return missing(); }
   Status restore(const LayerMove&, Positions) override { return missing(); }
-  Status cut(const DeviceWorks&, const PageCopy*) override { return Status::ok(); }
-  Status download_shared(RowFormat*) override { return Status::ok(); }
-  Status upload_shared(const RowFormat&, const std::vector<HostLayer>&) override {
-    return Status::ok();
-  }
 
  protected:
   // CTAs in random order.

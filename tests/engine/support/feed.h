@@ -45,7 +45,7 @@ struct Feed {
     append.v = v.data() + at * layout.num_kv_heads;
     return append;
   }
-  Status give(store::Engine* engine, const SequenceId& id, int32_t first, int32_t count) const {
+  Status give(KvStore* engine, const SequenceId& id, int32_t first, int32_t count) const {
     Status s = engine->begin({&id, 1}, count);
     for (int32_t l = 0; s && l < layout.num_layers; ++l)
       s = engine->append(call(id, l, first, count));

@@ -40,7 +40,6 @@ RowsTwin::RowsTwin(const StoreConfig& config, TwinMemory* memory, const MakeForm
 
 void RowsTwin::add() {
   live_.push_back({*host_.engine->add_sequence(), {}});
-  ASSERT_TRUE(format_->open(live_.back().id.slot));
 }
 
 void RowsTwin::set_works(const std::vector<int32_t>& places, Positions layers,

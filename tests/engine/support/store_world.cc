@@ -118,8 +118,7 @@ OpenStore::OpenStore(const StoreConfig& config) {
   auto made = store::HostPlace::make(config, std::move(*format));
   EXPECT_TRUE(made) << made.status().message();
   place = made->get();
-  engine = std::make_unique<store::Engine>(config, place->laws());
-  engine->set_place(std::move(*made));
+  engine = store::Engine::make(config, place->laws(), std::move(*made));
 }
 
 StoreWorld::StoreWorld(const StoreConfig& config, uint32_t seed)

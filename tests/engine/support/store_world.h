@@ -33,7 +33,7 @@ std::shared_ptr<const Profile> random_profile(const CacheLayout& layout,
 // A store with its parts in reach.
 struct OpenStore {
   store::HostPlace* place = nullptr;
-  std::unique_ptr<store::Engine> engine;
+  std::unique_ptr<KvStore> engine;
 
   explicit OpenStore(const StoreConfig& config);
 };

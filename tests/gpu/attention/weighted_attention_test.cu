@@ -23,7 +23,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_b
   const DeviceArray<uint32_t> key_table(device_table(w.books[0].family.books.front())),
       value_table(device_table(w.books[1].family.books.front()));
   const DeviceArray<float> units(w.units), value_steps(w.value_steps);
-  const DeviceArray<float> block_turns(w.turns.block);
+  const DeviceArray<uint16_t> block_turns(w.turns.block);
   const DeviceArray<float> scales(w.key_scales);
   const DeviceArray<uint16_t> means(w.key_means), place_turns(w.turns.place);
   const DeviceArray<CodedRow> rows(w.rows);

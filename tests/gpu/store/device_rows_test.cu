@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "store/rows/channel/device_channel_rows.h"
-#include "store/rows/tiers/device_tiers_rows.h"
+#include "store/rows/device_row_format.h"
 #include "tests/engine/support/channel_pages.h"
 #include "tests/engine/support/rows_twin.h"
 #include "tests/engine/support/tiers_pages.h"

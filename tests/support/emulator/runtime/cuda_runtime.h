@@ -20,12 +20,18 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
   cudaDevAttrReservedSharedMemoryPerBlock
 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct dim3 {
+  unsigned x, y;
+  dim3(unsigned of_x, unsigned of_y = 1) : x(of_x), y(of_y) {}
+};
 inline constexpr unsigned cudaHostAllocMapped = 2, cudaStreamNonBlocking = 1,
                           cudaEventDisableTiming = 2;
 
 namespace emulator {
 // The id of the capture that a test pretends; 0: none.
 inline unsigned long long capture = 0;
+inline constexpr int kSharedBytes = 227 << 10;  // that a CTA may have
 }  // namespace emulator
 
 inline const char* cudaGetErrorString(cudaError_t) {
@@ -117,7 +123,11 @@ inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 1;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::kSharedBytes : 1;
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
   return cudaSuccess;
 }

@@ -1,75 +1,70 @@
 // SPDX-License-Identifier: Apache-2.0
-// The coded format of a device place, over a machine that has the memory and runs the kernels:
-// CUDA's in device_coded_rows.cu, an emulated one in tests.
+// Coded rows in device memory: the bytes of CodedRows (coded_rows.h), made, read and attended to by
+// kernels. Kernels are structs: all threads call one with the CTA's shared memory.
 //
-// Machine:
-//   sms(), shared_bytes()             of the device; shared_bytes: the most of a CTA
-//   allocate(bytes, what, &memory)    device memory, in the stream's order; free(memory)
-//   upload(to, from, bytes)           `from` may change afterwards
-//   download(to, from, bytes)         waits
-//   clear(memory, bytes)
-//   attention_workspace(call, grid)   as coded_attention_workspace_bytes(); attend(call) with its
-//   grid set_stream(stream)                of the calls that follow launch(body, {x, y} CTAs,
-//   shared bytes, threads)    body(shared memory) by all threads
+// Steps of sequences whose layers are fixed run without the host. A call that fixes a layer waits
+// for the device where the host has to work out something from tokens: codebooks, once for a layer
+// of the store, and without a profile's means and query energies means and steps of each sequence.
+// It also allocates for a moment as much as the raw blocks of the layers that it fixes take.
+//
+// Where the newest block is continued on a page that a fork shares, a captured step puts the block
+// behind all others and leaves the old one as it is; the host's table is shorter then.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "attention/coded/coded_attention.h"
 #include "attention/coded/weighted_tables.h"
 #include "codec/format/element.h"
+#include "gpu/cuda_device.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/pdl.cuh"
 #include "store/rows/coded/coded_rows.h"
-#include "store/rows/coded/device_attend.cuh"
-#include "store/rows/coded/device_coded_rows.h"
 #include "store/rows/coded/device_encode.cuh"
-#include "store/rows/coded/device_layer_states.h"
 #include "store/rows/coded/device_places.cuh"
-#include "store/rows/coded/device_read.cuh"
 #include "store/rows/coded/device_row_tables.cuh"
 #include "store/rows/coded/device_tokens.cuh"
+#include "store/rows/device_memory.cuh"
 
 namespace tierkv::store {
 
-struct MachineGrid {
-  int32_t x = 1, y = 1;
+template <class Body>
+__global__ void __launch_bounds__(Body::kThreads) run_body(const __grid_constant__ Body body) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  wait_for_previous_kernel();
+  body(shared);
+}
+template <class Body>
+__global__ void __launch_bounds__(Body::kThreads, Body::kCtas)
+    run_dense_body(const __grid_constant__ Body body) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  wait_for_previous_kernel();
+  body(shared);
+}
+
+enum class AttendedRows : int32_t;
+struct ReadTarget;
+
+// What the host knows of the blocks of a (sequence, layer), whose kernels may still be under way.
+struct LayerState {
+  bool fixed = false, waits = false;  // coded, or raw blocks; neither where only replays made some
+  bool shares = false;                // another sequence may read the pages of the newest block
 };
 
-// A run of device memory to be carved.
-struct Carving {
-  uint8_t* base;
-  int64_t bytes = 0;
-  template <class T>
-  T* take(int64_t count) {
-    T* at = base == nullptr ? nullptr : reinterpret_cast<T*>(base + bytes);
-    bytes += round_up(count * static_cast<int64_t>(sizeof(T)), 256);
-    return at;
-  }
-};
-
-template <class Machine>
-class DeviceCodedRows : public DeviceRowFormat {
+class DeviceCodedRows final : public DeviceRowFormat {
  public:
   // Staging memory, unless the store's longest call takes less.
   static constexpr int64_t kStagingBytes = int64_t{64} << 20;
 
-  DeviceCodedRows(const StoreConfig& config, CodedRows* host, Machine machine)
-      : config_(config), host_(host), machine_(std::move(machine)) {}
-  ~DeviceCodedRows() override {
-    for (void* memory : {memory_, saved_, attention_memory_}) machine_.free(memory);
-  }
+  DeviceCodedRows(const StoreConfig& config, CodedRows* host) : config_(config), host_(host) {}
 
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
-  int64_t workspace_bytes() const override { return memory_bytes_ + attention_bytes_; }
-  void released(int32_t slot) override { states_.open(slot); }
-  Status open(int32_t slot) override {
-    states_.open(slot);
-    return Status::ok();
-  }
+  int64_t workspace_bytes() const override { return memory_.bytes(); }
+  void released(int32_t slot) override { std::fill_n(&state_of(slot, 0), layers(), LayerState{}); }
   bool checks_chunks() const override { return true; }
   bool may_rewrite(const DeviceWorks& works) const override;
   Status require_capturable(const DeviceWorks& works) const override;
@@ -82,7 +77,10 @@ class DeviceCodedRows : public DeviceRowFormat {
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status cut(const DeviceWorks& works, const PageCopy* copies) override;
   void forked(int32_t from, int32_t to) override {
-    states_.fork(from, to);
+    for (int32_t l = 0; l < layers(); ++l) {
+      state_of(from, l).shares = true;
+      state_of(to, l) = state_of(from, l);
+    }
     if (per_slot_) copies_.push_back(to);
   }
   Status download_shared(RowFormat* host) override;
@@ -92,7 +90,7 @@ class DeviceCodedRows : public DeviceRowFormat {
   // For tests: fewer bytes of staging memory, before bind().
   void set_staging_bytes(int64_t bytes) { staging_bytes_ = bytes; }
 
- protected:
+ private:
   // What plan() and write() of a call share on the host.
   struct HostPlan {
     std::vector<uint32_t> hints;   // [entries]; empty: all are 0
@@ -107,35 +105,71 @@ class DeviceCodedRows : public DeviceRowFormat {
   int32_t heads() const { return config_.layout.num_kv_heads; }
   int32_t head_dim() const { return config_.layout.head_dim; }
   bool has_books(int32_t layer) const { return !host_->books(layer).empty(); }
-  MachineGrid grid_of(int64_t items, int32_t per_cta) const {
+  LayerState& state_of(int32_t slot, int32_t layer) {
+    return states_[static_cast<size_t>(slot) * layers() + layer];
+  }
+  const LayerState& state_of(int32_t slot, int32_t layer) const {
+    return states_[static_cast<size_t>(slot) * layers() + layer];
+  }
+  // Whether the layer's blocks, if there are any, are coded.
+  bool is_fixed(const LayerMove& move) const {
+    const LayerState& s = state_of(move.slot, move.layer);
+    return s.fixed || (!s.waits && move.from.body_end > 0);
+  }
+  dim3 grid_of(int64_t items, int32_t per_cta) const {
     const int64_t ctas = (items + per_cta - 1) / per_cta;
-    return {static_cast<int32_t>(std::clamp<int64_t>(ctas, 1, 8 * machine_.sms())), 1};
+    return dim3(static_cast<uint32_t>(std::clamp<int64_t>(ctas, 1, 8 * limits_.sms)));
+  }
+  // `from` may change afterwards.
+  Status upload(void* to, const void* from, size_t bytes) const {
+    if (bytes == 0) return Status::ok();
+    return cuda_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_),
+                       "coded rows: upload");
   }
   template <class T>
-  Status upload(void* to, const std::vector<T>& from) {
-    return machine_.upload(to, from.data(), static_cast<int64_t>(from.size() * sizeof(T)));
+  Status upload(void* to, const std::vector<T>& from) const {
+    return upload(to, from.data(), from.size() * sizeof(T));
   }
-  int32_t saved_bytes() const {
-    return most(device_.shape.most_block_bytes(), device_.shape.raw_block_bytes(kBlockTokens));
+  // Waits.
+  Status download(void* to, const void* from, size_t bytes) const {
+    cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
+    return cuda_status(error, "coded rows: download");
   }
   template <class Body>
-  Status run(const Body& body, int64_t items, int32_t per_cta) {
-    return machine_.launch(body, grid_of(items, per_cta), 0, Body::kThreads);
+  Status launch(const Body& body, dim3 grid, int32_t shared, int32_t threads) const {
+    void (*kernel)(const Body);
+    if constexpr (requires { Body::kCtas; }) {
+      kernel = run_dense_body<Body>;
+    } else {
+      kernel = run_body<Body>;
+    }
+    if (shared > 0) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+      if (Status s = cuda_status(error, "coded rows: shared memory"); !s) return s;
+    }
+    return launch_after_previous(kernel, grid, static_cast<uint32_t>(threads),
+                                 static_cast<size_t>(shared), stream_, body);
+  }
+  template <class Body>
+  Status run(const Body& body, int64_t items, int32_t per_cta) const {
+    return launch(body, grid_of(items, per_cta), 0, Body::kThreads);
   }
 
-  void carve(Carving* at);
+  Status take_memory();
   Status upload_tables();
+  // upload_layers() follows.
   Status upload_books(int32_t layer);
-  Status upload_layers();
+  Status upload_layers() { return upload(device_layers_, host_layers_); }
   // What the host finds of a call; changes nothing.
   HostPlan host_plan(const DeviceWorks& works) const;
   int32_t most_blocks(const DeviceWorks& works, const HostPlan& host) const;
   Status prepare(const DeviceWorks& works, const HostPlan& host);
   Status sample(const DeviceWorks& works, int32_t entry, bool makes_books);
+  Status make_tables(const LayerMove& move, const std::vector<WeightedRow>& rows);
   Status download_tokens(const CodedCall& call, int32_t body_end,
                          std::vector<CodedRows::BlockTokens>* tokens);
-  Status make_books(int32_t layer, const std::vector<WeightedRow>& rows,
-                    const std::vector<CodedRows::BlockTokens>& tokens);
   Result<CodedCall> call_of(const DeviceWorks& works, int32_t blocks) const;
   template <class Each>
   Status for_groups(const CodedCall& call, const Each& each);
@@ -149,13 +183,12 @@ class DeviceCodedRows : public DeviceRowFormat {
   int32_t decode_warps(const WeightedDecode& decode, int32_t* bytes) const {
     const int32_t base = weighted_region_bytes(decode) + weighted_decode_cta_bytes(decode) + 16;
     const int32_t each = weighted_decode_warp_bytes(decode);
-    const int32_t warps = std::min(kDecodeWarps, (machine_.shared_bytes() - base) / each);
+    const int32_t warps = std::min(kDecodeWarps, (limits_.shared_bytes - base) / each);
     *bytes = base + warps * each;
     return warps;
   }
   Status bind_attention();
-  Status make_turns(std::vector<WeightedTurns>* made, std::vector<int32_t>* turns_of) const;
-  int64_t most_workspace(int32_t rows) const;
+  Status bind_turns(int32_t layer);
   CodedAttention call_of_layer(int32_t layer) const;
   Status attend_rows(const DeviceAttendBody& body, AttendedRows which);
   Status save(CodedCall* call);
@@ -169,33 +202,30 @@ class DeviceCodedRows : public DeviceRowFormat {
 
   StoreConfig config_;
   CodedRows* host_;
-  Machine machine_;
+  DeviceLimits limits_;
+  GpuStream stream_ = nullptr;
   CodedDevice device_;
-  DeviceLayerStates states_;
+  std::vector<LayerState> states_;  // [max_sequences, layers]
   bool per_slot_ = false;
   int64_t staging_bytes_ = kStagingBytes;
 
-  void* memory_ = nullptr;
-  int64_t memory_bytes_ = 0;
-  void* saved_ = nullptr;  // of the call between plan() and write()
-  int32_t cells_ = 0;      // that a call may have
+  DeviceMemory memory_{"coded rows"};
+  std::unique_ptr<DeviceMemory> saved_;  // of the call between plan() and write()
+  uint8_t* saved_blocks_ = nullptr;
+  int32_t cells_ = 0;  // that a call may have
   // In memory_.
   CodedCall scratch_;
   DeviceLayer* device_layers_ = nullptr;
-  float* key_weights_ = nullptr;
   uint8_t* records_ = nullptr;  // [layers, heads]
   uint32_t* hints_ = nullptr;
   DeviceCodebook* books_ = nullptr;  // [layers, 2]
   uint32_t* book_tables_ = nullptr;
   uint32_t* book_words_ = nullptr;
   uint16_t* book_cheapest_ = nullptr;
-  std::vector<Turn*> turns_;  // of each rotation: places, then blocks
   std::vector<DeviceLayer> host_layers_;
   std::vector<DeviceCodebook> host_books_;  // [layers, 2]: what books_ holds
   HostPlan planned_;
 
-  void* attention_memory_ = nullptr;
-  int64_t attention_bytes_ = 0;
   CodedRow* attended_rows_ = nullptr;  // [max_sequences, heads]
   int32_t* item_count_ = nullptr;
   StatusCode* row_status_ = nullptr;  // [max_sequences, heads]
@@ -209,5 +239,4 @@ class DeviceCodedRows : public DeviceRowFormat {
 #include "store/rows/coded/device_coded_attention.cuh"
 #include "store/rows/coded/device_coded_cut.cuh"
 #include "store/rows/coded/device_coded_plan.cuh"
-#include "store/rows/coded/device_coded_sample.cuh"
 #include "store/rows/coded/device_coded_setup.cuh"
