@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The store on a device, at the shape of Llama-3-8B: 32 layers, 32/8 heads of 128 channels.
 //
-//   bench_kv_store [--out FILE] [--commit HASH] [--only coded|tiers|fp16] [--replays N]
+//   bench_kv_store [--out FILE] [--commit HASH] [--only coded|tiers|fp16|transfers] [--replays N]
 //
 // A step of 64 sequences of 4096 tokens in one CUDA graph, and of it begin() and attention alone; a
-// prompt of 8192 tokens, a layer at a time; fork, truncate, export and import. Keys and values are
-// random.
+// prompt of 8192 tokens, a layer at a time; fork and truncate; export and import, and beside them
+// one pinned copy of the same bytes. Keys and values are random.
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <random>
 
@@ -247,6 +248,36 @@ void run_steps(Bench* bench, const std::string& format) {
   bench->add(m);
   m = {"truncate in the window, " + format, "4 tokens, waited for", 0, 0, timing_of(cuts)};
   bench->add(m);
+}
+
+// The bytes of a sequence, pinned, in one copy each way: what the link gives.
+void measure_link(Bench* bench, const std::string& format, int64_t bytes) {
+  void *host = nullptr, *device = nullptr;
+  check(cudaHostAlloc(&host, static_cast<size_t>(bytes), cudaHostAllocDefault), "link");
+  check(cudaMalloc(&device, static_cast<size_t>(bytes)), "link");
+  std::memset(host, 1, static_cast<size_t>(bytes));
+  for (const bool out : {true, false}) {
+    std::vector<double> us;
+    for (int i = 0; i < 12; ++i) {
+      us.push_back(microseconds(bench->stream(), [&] {
+        check(cudaMemcpyAsync(out ? host : device, out ? device : host, static_cast<size_t>(bytes),
+                              cudaMemcpyDefault, bench->stream()),
+              "link");
+      }));
+    }
+    us.erase(us.begin());
+    bench->add({std::string(out ? "export" : "import") + " as one pinned copy, " + format,
+                "4096 tokens", out ? bytes : 0, out ? 0 : bytes, timing_of(us)});
+  }
+  cudaFreeHost(host), cudaFree(device);
+}
+
+// One sequence, in a store that holds another one.
+void run_transfers(Bench* bench, const std::string& format) {
+  Cache cache(make_config(format, 3, kTokens + 64), 3, bench->stream());
+  const SequenceId first = cache.add(kTokens);
+  SequenceId last = cache.add(kTokens);
+  require(cache.store->take_status());
   std::vector<double> exports, imports;
   // Into memory that is used again, as a caller would who moves many; the first time takes it.
   std::vector<uint8_t> out;
@@ -259,11 +290,11 @@ void run_steps(Bench* bench, const std::string& format) {
         return out.data();
       }));
     });
-    require(cache.store->release(cache.ids.back()));
+    require(cache.store->release(last));
     const double imported = microseconds(bench->stream(), [&] {
       const Result<SequenceId> id = cache.store->import_sequence(out.data(), bytes);
       require(id.status());
-      cache.ids.back() = *id;
+      last = *id;
     });
     if (i == 0) {
       std::printf("%s: the first export took %.0f us, the first import %.0f us\n", format.c_str(),
@@ -276,6 +307,7 @@ void run_steps(Bench* bench, const std::string& format) {
   const auto moved = static_cast<int64_t>(bytes);
   bench->add({"export, " + format, "4096 tokens", moved, 0, timing_of(exports)});
   bench->add({"import, " + format, "4096 tokens", 0, moved, timing_of(imports)});
+  measure_link(bench, format, moved);
 }
 
 void run_prompts(Bench* bench, const std::string& format) {
@@ -300,9 +332,11 @@ int main(int argc, char** argv) {
   using namespace tierkv::bench;
   Bench bench(read_options(argc, argv));
   for (const char* format : {"tiers", "coded", "fp16"}) {
-    if (!bench.wants(format)) continue;
-    run_prompts(&bench, format);
-    run_steps(&bench, format);
+    if (bench.wants(format)) {
+      run_prompts(&bench, format);
+      run_steps(&bench, format);
+    }
+    if (bench.wants(format) || bench.wants("transfers")) run_transfers(&bench, format);
   }
   bench.write_json();
   return 0;

@@ -17,7 +17,13 @@ def weighted_codec():
 @table
 def kv_store():
     r = result("kv_store.json")
-    rows = [[m["name"], m["shape"], f"{m['median_us']:.0f} [{m['p10_us']:.0f}, {m['p90_us']:.0f}]"] for m in r["results"]
+    median = {m["name"]: m["median_us"] for m in r["results"]}
+
+    def of_link(name):
+        one_copy = median.get(name.replace(",", " as one pinned copy,", 1))
+        return f", {100 * one_copy / median[name]:.0f} % of one pinned copy's speed" if one_copy else ""
+
+    rows = [[m["name"], m["shape"], f"{m['median_us']:.0f} [{m['p10_us']:.0f}, {m['p90_us']:.0f}]{of_link(m['name'])}"] for m in r["results"]
             if not m["name"].startswith("copy")]
     return f"{r['gpu']}, commit {r['commit'][:7]}, {r['replays']} replays.\n\n" + markdown(["what", "of", "us: median [p10, p90]"], rows)
 

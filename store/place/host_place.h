@@ -50,10 +50,15 @@ class HostPlace final : public Place {
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
-  // The same; take() makes the table's rows hold what the layers are to hold.
-  using TakePages =
-      std::function<Status(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>&)>;
-  Status import_parts(int32_t slot, const SequenceParts& parts, const TakePages& take);
+  // The same for a mirror, which must be emptied after a failure. take() makes the table's rows
+  // hold what the layers are to hold. written(), which may be null, is told each layer whose bytes
+  // are there, by several threads.
+  struct ImportSteps {
+    std::function<Status(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>&)> take;
+    std::function<Status(int32_t layer)> written;
+    bool decodes_later = false;  // ImportWork
+  };
+  Status import_parts(int32_t slot, const SequenceParts& parts, const ImportSteps& steps);
 
   const PagesView& pages() const { return pages_; }
   uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror

@@ -103,41 +103,79 @@ Result<SequenceSource> HostPlace::export_parts(const LayerMoves& layers) {
     const auto h = static_cast<int32_t>(row % heads);
     export_raw(move, h, raw);
     format_->export_body(layer_of(move), h, body);
+    return Status::ok();
   };
   return source;
 }
 
 Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
-  return import_parts(slot, parts, [this](const auto& layers, const std::vector<LayerPlan>& plans) {
+  ImportSteps steps;
+  steps.take = [this](const auto& layers, const std::vector<LayerPlan>& plans) {
     return take_pages(layers, plans);
-  });
-}
-
-Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const TakePages& take) {
-  const int32_t heads = config_.layout.num_kv_heads;
-  std::vector<HostLayer> layers;
-  std::vector<ImportWork> works;
-  Status s = open(slot);
-  for (int32_t l = 0; s && l < config_.layout.num_layers; ++l) {
-    layers.push_back(layer_of({slot, l, {}, {}}));
-    works.push_back({layers[l], parts.layers[l].body_end, parts.shared[l],
-                     std::span(parts.bodies).subspan(l * heads, heads)});
-  }
-  if (s) {
-    const auto rows = static_cast<int64_t>(parts.raw.size());
-    s = try_parallel_for(rows, threads_for(rows * raw_part_bytes(parts.layers[0])), [&](int64_t i) {
-      const auto l = static_cast<int32_t>(i / heads), h = static_cast<int32_t>(i % heads);
-      return import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[i])
-          .with_context("layer " + std::to_string(l) + ", kv_head " + std::to_string(h));
-    });
-  }
-  if (s) {
-    Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(works);
-    s = plan ? take(layers, (*plan)->layers) : plan.status();
-    if (s) format_->write(layers, **plan);
-  }
+  };
+  Status s = import_parts(slot, parts, steps);
   if (!s) (void)release(slot);
   return s;
+}
+
+// A thread takes a layer at a time. Plans read little of it; its bytes are verified when they are
+// copied, so they come out of memory once.
+Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const ImportSteps& steps) {
+  const int32_t heads = config_.layout.num_kv_heads, num_layers = config_.layout.num_layers;
+  int64_t bytes = 0;
+  for (const auto* all : {&parts.raw, &parts.bodies}) {
+    for (const std::span<const uint8_t>& part : *all) bytes += static_cast<int64_t>(part.size());
+  }
+  const auto for_layers = [&](const auto& each) {
+    return try_parallel_for(num_layers, threads_for(bytes),
+                            [&](int64_t l) { return each(static_cast<int32_t>(l)); });
+  };
+  const auto verify = [&](int64_t first, int64_t count) {
+    return parts.verify ? parts.verify(first, count) : Status::ok();
+  };
+  std::vector<HostLayer> layers(num_layers);
+  std::vector<std::unique_ptr<BodyPlan>> plans(num_layers);
+  const auto bring_raw = [&](int32_t l) {
+    if (Status s = verify(int64_t{l} * heads, heads); !s) return s;
+    for (int32_t h = 0; h < heads; ++h) {
+      Status s = import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[l * heads + h]);
+      if (!s) {
+        return s.with_context("layer " + std::to_string(l) + ", kv_head " + std::to_string(h));
+      }
+    }
+    return Status::ok();
+  };
+  const auto plan_layer = [&](int32_t l) {
+    layers[l] = layer_of({slot, l, {}, {}});
+    std::memset(layers[l].raw, 0, static_cast<size_t>(layout_.layer_bytes));
+    Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(
+        {{layers[l], parts.layers[l].body_end, parts.shared[l],
+          std::span(parts.bodies).subspan(l * heads, heads), steps.decodes_later}});
+    if (plan) plans[l] = std::move(*plan);
+    return plan.status();
+  };
+  OpReport report;
+  Status s = run(PageOp::open({&slot, 1}, &report));
+  if (s) s = for_layers(plan_layer);
+  // What serves all sequences must not change for one that is refused.
+  const bool raw_first = s && std::any_of(plans.begin(), plans.end(),
+                                          [](const auto& plan) { return plan->changes_all; });
+  if (raw_first) s = for_layers(bring_raw);
+  if (s) {
+    std::vector<LayerPlan> all;
+    for (const auto& plan : plans) all.push_back(plan->layers[0]);
+    s = steps.take(layers, all);
+  }
+  if (s) {
+    s = for_layers([&](int32_t l) {
+      Status sound = raw_first ? Status::ok() : bring_raw(l);
+      if (sound) format_->write({layers[l]}, *plans[l]);
+      return sound && steps.written ? steps.written(l) : sound;
+    });
+  }
+  if (s) return s;
+  const Status sound = verify(0, int64_t{num_layers} * heads);
+  return sound ? s : sound;
 }
 
 }  // namespace tierkv::store

@@ -34,6 +34,10 @@ struct SequenceParts {
   std::vector<std::span<const uint8_t>> shared;  // [num_layers]
   std::vector<std::span<const uint8_t>> raw;     // [num_layers * num_kv_heads]
   std::vector<std::span<const uint8_t>> bodies;  // likewise
+  // Whether the checksums of the parts of `count` rows match; null: they do. A place asks for all
+  // rows before it says that an import has succeeded, or failed for another reason. Any number of
+  // threads at once.
+  std::function<Status(int64_t first, int64_t count)> verify;
 };
 
 // The same of a sequence that leaves. Valid until the next call of the place.
@@ -42,7 +46,7 @@ struct SequenceSource {
   std::vector<std::vector<uint8_t>> shared;
   std::vector<int64_t> raw_bytes, body_bytes;
   // Writes both parts of row layer * num_kv_heads + kv_head. Any number of threads at once.
-  std::function<void(int64_t row, uint8_t* raw, uint8_t* body)> write;
+  std::function<Status(int64_t row, uint8_t* raw, uint8_t* body)> write;
 };
 
 class Place {

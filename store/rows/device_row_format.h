@@ -175,6 +175,12 @@ class DeviceRowFormat {
   // upload_shared() comes after the bytes of an imported slot. `layers` are its layers, with their
   // states in host memory.
   virtual Status download_shared(RowFormat* /*host*/) { return Status::ok(); }
+  // kCorrupt where a block of an imported slot is hostile that plan_import() did not decode
+  // (ImportWork::decodes_later). `layers` as below; counts: device [num_layers]. Waits.
+  virtual Status check_imported(const std::vector<HostLayer>& /*layers*/,
+                                const LayerTokens* /*counts*/) {
+    return Status::ok();
+  }
   virtual Status upload_shared(const RowFormat& /*host*/,
                                const std::vector<HostLayer>& /*layers*/) {
     return Status::ok();

@@ -72,6 +72,7 @@ struct LayerPlan {
 struct BodyPlan {
   virtual ~BodyPlan() = default;
   std::vector<LayerPlan> layers;  // [works]
+  bool changes_all = false;       // write() changes what serves all sequences
 };
 
 // A (sequence, layer) that comes in from bytes: `layer` is empty, with a table row that holds
@@ -81,6 +82,9 @@ struct ImportWork {
   int32_t body_end = 0;
   std::span<const uint8_t> shared;                   // as export_shared() wrote it
   std::span<const std::span<const uint8_t>> bodies;  // [num_kv_heads], as export_body() wrote them
+  // The caller has blocks that stay as they are decoded before anybody reads them: the format need
+  // not do so to find hostile ones.
+  bool decodes_later = false;
 };
 
 class RowFormat {
@@ -95,7 +99,8 @@ class RowFormat {
 
   // Several sequences, or several layers, but none twice. kOutOfRange, kNonFinite. Nothing changes.
   virtual Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) = 0;
-  // The layers of the works, in their order. The table holds what the plan asked for.
+  // The layers of the works, in their order. The table holds what the plan asked for. For plans of
+  // imports of different layers, any number of threads at once.
   virtual void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) = 0;
 
   // Body positions [first, end) of a row: finished keys (after RoPE) and values, each
@@ -133,6 +138,7 @@ class RowFormat {
   virtual void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const = 0;
   // The inverse; write() makes the state as well, out of the works' bytes, which stay where they
   // are until then. kCorrupt: the bytes are hostile; everything that read() relies on is checked.
+  // Any number of threads at once.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
 };
 

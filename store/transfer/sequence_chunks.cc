@@ -2,8 +2,10 @@
 #include "store/transfer/sequence_chunks.h"
 
 #include <algorithm>
+#include <memory>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "codec/file/chunk_plan.h"
 #include "codec/format/byte_cursor.h"
@@ -59,25 +61,22 @@ Status corrupt(const std::string& why) {
 // The chunks of a container, each of which must be asked for.
 class Chunks {
  public:
-  explicit Chunks(const ContainerReader& reader) : reader_(reader) {}
-  // All of them: kCorrupt where a checksum does not match.
-  Status open() {
-    const std::vector<ChunkEntry>& chunks = reader_.chunks();
-    payloads_.resize(chunks.size());
-    const auto count = static_cast<int64_t>(chunks.size());
-    return try_parallel_for(count, threads_for(reader_.file_bytes()), [&](int64_t i) {
-      const uint8_t* bytes = nullptr;
-      const Status s = reader_.view(i, &bytes);
-      if (s) payloads_[i] = {bytes, static_cast<size_t>(chunks[i].bytes)};
-      return s;
-    });
-  }
+  Chunks(const ContainerReader& reader, const uint8_t* bytes) : reader_(reader), bytes_(bytes) {}
   bool has(const ChunkKey& key) const { return reader_.find(key) >= 0; }
+  // kCorrupt where the checksum does not match.
   Status read(const ChunkKey& key, std::span<const uint8_t>* payload) {
+    int64_t chunk = 0;
+    Status s = find(key, payload, &chunk);
+    const uint8_t* same = nullptr;
+    return s ? reader_.view(chunk, &same) : s;
+  }
+  // The same without its checksum.
+  Status find(const ChunkKey& key, std::span<const uint8_t>* payload, int64_t* chunk) {
     ++read_;
-    const int64_t chunk = reader_.find(key);
-    if (chunk < 0) return corrupt("there is no " + to_string(key));
-    *payload = payloads_[chunk];
+    *chunk = reader_.find(key);
+    if (*chunk < 0) return corrupt("there is no " + to_string(key));
+    const ChunkEntry& entry = reader_.chunks()[*chunk];
+    *payload = {bytes_ + entry.offset, static_cast<size_t>(entry.bytes)};
     return Status::ok();
   }
   Status check_all_read() const {
@@ -86,7 +85,7 @@ class Chunks {
 
  private:
   const ContainerReader& reader_;
-  std::vector<std::span<const uint8_t>> payloads_;
+  const uint8_t* bytes_;
   size_t read_ = 0;
 };
 
@@ -169,23 +168,24 @@ Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& ide
     if (!source.shared[l].empty()) plan.write(bytes, shared[l], source.shared[l]);
   }
   const auto size = static_cast<int64_t>(plan.bytes());
-  parallel_for(static_cast<int64_t>(rows.size()), threads_for(size), [&](int64_t row) {
+  Status s = try_parallel_for(rows.size(), threads_for(size), [&](int64_t row) {
     const int64_t chunk = rows[row];
-    source.write(row, plan.payload(bytes, chunk), plan.payload(bytes, chunk + 1));
+    Status written = source.write(row, plan.payload(bytes, chunk), plan.payload(bytes, chunk + 1));
     plan.seal(bytes, chunk);
     plan.seal(bytes, chunk + 1);
+    return written;
   });
-  plan.finish(bytes);
-  return Status::ok();
+  if (s) plan.finish(bytes);
+  return s;
 }
 
 Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& laws,
                                     const std::vector<uint8_t>& identity, const uint8_t* bytes,
                                     size_t size) {
-  const Result<ContainerReader> reader = ContainerReader::over_bytes(bytes, size, "sequence");
-  if (!reader) return reader.status();
-  Chunks chunks(*reader);
-  if (Status s = chunks.open(); !s) return s;
+  Result<ContainerReader> opened = ContainerReader::over_bytes(bytes, size, "sequence");
+  if (!opened) return opened.status();
+  const auto reader = std::make_shared<const ContainerReader>(std::move(*opened));
+  Chunks chunks(*reader, bytes);
   std::span<const uint8_t> payload;
   const ChunkKey store_key = key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable);
   if (!chunks.has(store_key)) {
@@ -200,6 +200,7 @@ Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& 
   parts.shared.resize(config.layout.num_layers);
   parts.raw.resize(parts.shared.size() * heads);
   parts.bodies.resize(parts.raw.size());
+  std::vector<int64_t> row_chunks;
   for (int32_t l = 0; l < config.layout.num_layers; ++l) {
     const ChunkKey shared = key_of(ChunkKind::kCodebook, l, kNotApplicable);
     if (chunks.has(shared)) {
@@ -207,12 +208,23 @@ Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& 
     }
     for (int32_t h = 0; h < heads; ++h) {
       const size_t i = static_cast<size_t>(l) * heads + h;
-      if (Status s = chunks.read(key_of(ChunkKind::kStoreRow, l, h), &parts.raw[i]); !s) return s;
-      if (Status s = chunks.read(key_of(ChunkKind::kStorePage, l, h), &parts.bodies[i]); !s)
-        return s;
+      for (const bool body : {false, true}) {
+        const ChunkKind kind = body ? ChunkKind::kStorePage : ChunkKind::kStoreRow;
+        Status s = chunks.find(key_of(kind, l, h), body ? &parts.bodies[i] : &parts.raw[i],
+                               &row_chunks.emplace_back());
+        if (!s) return s;
+      }
     }
   }
   if (Status s = chunks.check_all_read(); !s) return s;
+  parts.verify = [reader, row_chunks](int64_t first, int64_t count) {
+    const uint8_t* same = nullptr;
+    Status s = Status::ok();
+    for (int64_t i = 2 * first; s && i < 2 * (first + count); ++i) {
+      s = reader->view(row_chunks[i], &same);
+    }
+    return s;
+  };
   return parts;
 }
 

@@ -21,9 +21,9 @@ namespace tierkv::store {
 // kBufferTooSmall where the target gives no memory.
 Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& identity,
                       const SequenceSource& source, const ExportTarget& target);
-// Parts are views of the bytes. The counts are possible and every part is there. kCorrupt,
-// kVersion; kInvalidArgument for a sequence of another layout, format or profile; kOutOfRange for
-// more than max_tokens.
+// Parts are views of the bytes, whose checksums the parts' verify() looks at. The counts are
+// possible and every part is there. kCorrupt, kVersion; kInvalidArgument for a sequence of another
+// layout, format or profile; kOutOfRange for more than max_tokens.
 Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& laws,
                                     const std::vector<uint8_t>& identity, const uint8_t* bytes,
                                     size_t size);

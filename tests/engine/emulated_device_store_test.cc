@@ -158,6 +158,58 @@ TEST_F(EmulatedDeviceStore, TiersCountQueries) {
   ASSERT_TRUE(t.is_made());
   t.expect_counted(150);
 }
+// Codebooks are there, so the device decodes what comes in.
+TEST_F(EmulatedDeviceStore, RefusesHostileBodies) {
+  for (const bool coded : {true, false}) {
+    TwinChoice choice;
+    if (!coded) choice.format = TiersFormat{};
+    choice.memory_bytes = 128 << 20;
+    KvTwins t(twin_config(choice), &rng_);
+    ASSERT_TRUE(t.is_made());
+    t.add();
+    t.extend({0}, 360);
+    const int32_t refused = t.expect_hostile(0, 30);
+    EXPECT_GE(refused, coded ? 20 : 0);
+    t.expect_equal();
+    t.exchange(0);
+    t.expect_equal();
+    if (HasFatalFailure()) return;
+  }
+}
+// Long enough for several threads; pages of the second sequence lie behind those of the first.
+TEST_F(EmulatedDeviceStore, LongSequencesComeAndGo) {
+  TwinChoice choice;
+  choice.max_tokens = 3000;
+  choice.num_layers = 8;
+  choice.num_kv_heads = 4;
+  choice.memory_bytes = 256 << 20;
+  for (const BodyFormat& format : {BodyFormat(TiersFormat{}), BodyFormat(CodedFormat{})}) {
+    choice.format = format;
+    const StoreConfig config = twin_config(choice);
+    KvTwins t(config, &rng_);
+    ASSERT_TRUE(t.is_made());
+    const SequenceId id = *t.host().add_sequence();
+    const TwinTokens x = t.draw(1, 2900);
+    ASSERT_TRUE(t.host().begin({&id, 1}, 2900));
+    for (int32_t l = 0; l < choice.num_layers; ++l) {
+      ASSERT_TRUE(t.host().append(t.call({&id, 1}, l, 2900, x, nullptr)));
+    }
+    std::vector<uint8_t> bytes = *t.host().export_sequence(id);
+    ASSERT_GT(bytes.size(), size_t{2} << 20);
+    for (int32_t i = 0; i < 2; ++i) {
+      const auto came = t.device().import_sequence(bytes.data(), bytes.size());
+      ASSERT_TRUE(came) << came.status().message();
+      EXPECT_EQ(*t.device().export_sequence(*came), bytes);
+    }
+    const int64_t free = t.device().usage()->pages_free;
+    bytes[bytes.size() / 2] ^= 1;
+    const auto refused = t.device().import_sequence(bytes.data(), bytes.size());
+    EXPECT_EQ(refused.status().code(), StatusCode::kCorrupt);
+    EXPECT_NE(refused.status().message().find("checksum"), std::string::npos)
+        << refused.status().message();
+    EXPECT_EQ(t.device().usage()->pages_free, free);
+  }
+}
 TEST_F(EmulatedDeviceStore, OfChannelRows) {
   TwinChoice choice;
   choice.format = ChannelFormat{};

@@ -63,17 +63,24 @@ TEST_F(MirrorTest, HoldsASequenceOnThePagesThatItIsGiven) {
     ASSERT_TRUE(mirror) << mirror.status().message();
     // Pages of the source's ids.
     const store::PagesView &view = (*mirror)->pages(), &elsewhere = source.store.place->pages();
-    const Status imported =
-        (*mirror)->import_parts(0, parts.views(), [&](const auto&, const auto& plans) {
-          EXPECT_EQ(plans.size(), size_t{1} * config.layout.num_layers);
-          copy_tables(elsewhere.allocator, source.id.slot, view.allocator);
-          std::vector<int32_t> pages = pages_of(view);
-          std::shuffle(pages.begin(), pages.end(), rng_);
-          const auto bytes = static_cast<int64_t>(pages.size()) * view.page_bytes;
-          (*mirror)->place_pages(pages, memory_of(bytes));
-          return Status::ok();
-        });
+    HostPlace::ImportSteps steps;
+    steps.take = [&](const auto&, const auto& plans) {
+      EXPECT_EQ(plans.size(), size_t{1} * config.layout.num_layers);
+      copy_tables(elsewhere.allocator, source.id.slot, view.allocator);
+      std::vector<int32_t> pages = pages_of(view);
+      std::shuffle(pages.begin(), pages.end(), rng_);
+      const auto bytes = static_cast<int64_t>(pages.size()) * view.page_bytes;
+      (*mirror)->place_pages(pages, memory_of(bytes));
+      return Status::ok();
+    };
+    std::vector<int32_t> written;
+    steps.written = [&](int32_t layer) {
+      written.push_back(layer);
+      return Status::ok();
+    };
+    const Status imported = (*mirror)->import_parts(0, parts.views(), steps);
     ASSERT_TRUE(imported) << imported.message();
+    EXPECT_EQ(written, (std::vector<int32_t>{0, 1}));
     EXPECT_EQ(*(*mirror)->pages_of(0), *source.store.place->pages_of(source.id.slot));
     for (store::LayerMove& move : layers) move.slot = 0;
     const OwnedParts again(*(*mirror)->export_parts(layers));

@@ -147,6 +147,25 @@ TEST_F(SequenceTransfer, AFlippedBitIsCorrupt) {
   EXPECT_EQ(engine->usage()->sequences, 1);
 }
 
+// Codebooks are the store's for good: those of a sequence that is refused at its end are not.
+TEST_F(SequenceTransfer, ARefusedSequenceLeavesNoCodebooks) {
+  const StoreConfig config = make_config({});
+  const Feed feed(config.layout, 400, &rng_), other(config.layout, 400, &rng_);
+  OneSequence from(config), fresh(config), to(config);
+  ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 400));
+  std::vector<uint8_t> bytes = from.bytes();
+  const Result<ContainerReader> reader = ContainerReader::from_bytes(bytes, "sequence");
+  bytes[reader->chunks().back().offset + 100] ^= 1;
+  const auto refused = to.store.engine->import_sequence(bytes.data(), bytes.size());
+  EXPECT_EQ(refused.status().code(), StatusCode::kCorrupt);
+  EXPECT_NE(refused.status().message().find("checksum"), std::string::npos)
+      << refused.status().message();
+  for (OneSequence* one : {&fresh, &to}) {
+    ASSERT_TRUE(other.give(one->store.engine.get(), one->id, 0, 400));
+  }
+  EXPECT_EQ(to.bytes(), fresh.bytes());
+}
+
 // Checksums that are right around bytes that are not: refused, or a sequence that works.
 TEST_F(SequenceTransfer, HostileChunksDoNoHarm) {
   for (const int32_t kind : {0, 1, 2}) {

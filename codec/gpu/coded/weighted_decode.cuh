@@ -293,9 +293,16 @@ __device__ inline void load_book(const WeightedDecode& call, DecodeBook* to, uin
   __syncthreads();
 }
 
+// What a warp of a CTA has once the CTA's memory is laid out and the codebook is there.
+struct DecodeCta {
+  DecodeBook* book;
+  uint8_t* region;
+  WeightedDecodeWarp memory;
+};
+
 // By a CTA of whole warps. shared: the region at a multiple of its size, the codebook, the places,
 // and weighted_decode_warp_bytes() of each warp.
-__device__ __forceinline__ void decode_weighted_items(const WeightedDecode& call, uint8_t* shared) {
+__device__ __forceinline__ DecodeCta open_decode_cta(const WeightedDecode& call, uint8_t* shared) {
   const auto region_bytes = static_cast<uint32_t>(weighted_region_bytes(call));
   const uint32_t start = shared_address(shared);
   uint8_t* const region =
@@ -309,7 +316,6 @@ __device__ __forceinline__ void decode_weighted_items(const WeightedDecode& call
   }
   load_book(call, book, region);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
-  const auto warps = static_cast<int32_t>(blockDim.x / 32u);
   uint8_t* const mine =
       region + weighted_decode_cta_bytes(call) + warp * weighted_decode_warp_bytes(call);
   uint8_t* const after_tile = mine + kFactorBytes + kCodesTileBytes;
@@ -319,7 +325,41 @@ __device__ __forceinline__ void decode_weighted_items(const WeightedDecode& call
       reinterpret_cast<float*>(mine), reinterpret_cast<int16_t*>(mine + kFactorBytes),
       keeps ? reinterpret_cast<int16_t*>(after_tile) : nullptr,
       after_tile + (keeps ? kFirstSliceBytes : 0)};
-  TableReader reader(book->codebook, region);
+  return {book, region, memory};
+}
+
+// `count` blocks, a warp each: block_of(i, &place) gives the tokens that block i must have. Returns
+// how many of this warp's blocks do not decode. shared as in decode_weighted_items().
+template <class BlockOf>
+__device__ __forceinline__ int32_t count_damaged(const WeightedDecode& call, uint8_t* shared,
+                                                 int32_t count, const BlockOf& block_of) {
+  const DecodeCta cta = open_decode_cta(call, shared);
+  TableReader reader(cta.book->codebook, cta.region);
+  const auto warps = static_cast<int32_t>(blockDim.x / 32u);
+  const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
+  int32_t damaged = 0;
+  for (int32_t i = static_cast<int32_t>(blockIdx.x) * warps + warp; i < count;
+       i += static_cast<int32_t>(gridDim.x) * warps) {
+    RangeTarget target = {};
+    WeightedPlace place = {};
+    target.tokens = block_of(i, &place);
+    const bool decodes =
+        cta.book->usable &&
+        decode_block_tiles(call, target, place, cta.book->codebook, reader, cta.memory,
+                           [](int32_t, int32_t, int32_t, const int16_t*) {}) == StatusCode::kOk;
+    damaged += decodes ? 0 : 1;
+    __syncwarp();
+  }
+  return damaged;
+}
+
+__device__ __forceinline__ void decode_weighted_items(const WeightedDecode& call, uint8_t* shared) {
+  const DecodeCta cta = open_decode_cta(call, shared);
+  const DecodeBook* const book = cta.book;
+  const WeightedDecodeWarp& memory = cta.memory;
+  const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
+  const auto warps = static_cast<int32_t>(blockDim.x / 32u);
+  TableReader reader(book->codebook, cta.region);
   const int64_t items = int64_t{call.num_ranges} * call.most_blocks;
   const int64_t stride = int64_t{gridDim.x} * warps;
   for (int64_t i = int64_t{blockIdx.x} * warps + warp; i < items; i += stride) {

@@ -101,12 +101,15 @@ class DevicePlace final : public Place {
   Status add_nominal(const LayerMoves& layers, StoreUsage* usage) const;
   // The mirror, emptied.
   Status open_mirror();
-  // Gives the mirror memory for the pages of its tables; runs of pages by id, in their order there.
-  Status place_pages(std::vector<Positions>* runs);
+  // Gives the mirror memory for the pages of its tables.
+  Status place_pages();
+  // A layer's pages and the first `slot_bytes` of its part of the slot, to the mirror or from
+  // there.
+  Status move_layer(int32_t slot, int32_t layer, int64_t slot_bytes, bool comes) const;
   Status copy_tables(int32_t slot) const;
   Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans);
   Status import_opened(int32_t slot, const SequenceParts& parts);
-  Status copy_up(int32_t slot, const SequenceParts& parts, const std::vector<Positions>& runs);
+  Status finish_import(int32_t slot, const SequenceParts& parts);
   Status cut_bodies(const DeviceWorks& works, const LayerMoves& layers);
 
   StoreConfig config_;
@@ -134,8 +137,10 @@ class DevicePlace final : public Place {
   BatchBook book_;
   Shortage shortage_;
   std::unique_ptr<HostPlace> mirror_;  // null until a sequence is exported or imported
-  HostPlace::Memory mirror_pages_;     // pinned
+  HostPlace::Memory mirror_pages_;     // pinned: pages, layer by layer, then their ids
   int64_t mirror_bytes_ = 0;
+  std::vector<Positions> layer_pages_;          // [num_layers]: where its pages are in there
+  std::vector<std::shared_ptr<void>> arrived_;  // [num_layers] events: the layer is in the mirror
 };
 
 }  // namespace tierkv::store

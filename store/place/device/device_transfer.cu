@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -10,7 +11,8 @@
 #include <vector>
 
 #include "gpu/cuda_device.cuh"
-#include "store/place/device/device_kernels.h"
+#include "gpu/launch.cuh"
+#include "store/place/device/count_kernels.cuh"
 #include "store/place/device/device_place.h"
 
 namespace tierkv::store {
@@ -80,9 +82,31 @@ Result<HostPlace::Memory> pinned_memory(int64_t bytes) {
   return HostPlace::Memory(at, [](void* memory) { (void)cudaFreeHost(memory); });
 }
 
+cudaEvent_t event_of(void* event) {
+  return static_cast<cudaEvent_t>(event);
+}
+
+// Runs on another thread what calls CUDA there: it uses the device of the thread that made this.
+class OnDevice {
+ public:
+  OnDevice() : error_(cudaGetDevice(&device_)) {}
+  template <class Call>
+  Status operator()(const Call& call) const {
+    const cudaError_t error = error_ == cudaSuccess ? cudaSetDevice(device_) : error_;
+    Status s = cuda_status(error, "device");
+    return s ? call() : s;
+  }
+
+ private:
+  int device_ = 0;
+  cudaError_t error_;
+};
+
 }  // namespace
 
 Status DevicePlace::open_mirror() {
+  // An export that was given up may still be on its way there.
+  if (Status s = wait(); !s) return s;
   if (mirror_ == nullptr) {
     Result<std::unique_ptr<RowFormat>> format = make_row_format(config_);
     if (!format) return format.status();
@@ -92,6 +116,12 @@ Status DevicePlace::open_mirror() {
         HostPlace::make_mirror(config_, layout_, std::move(*format), *slot);
     if (!mirror) return mirror.status();
     mirror_ = std::move(*mirror);
+  }
+  while (arrived_.size() < static_cast<size_t>(config_.layout.num_layers)) {
+    cudaEvent_t event = nullptr;
+    const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    if (Status s = cuda_status(error, "event"); !s) return s;
+    arrived_.emplace_back(event, [](void* e) { (void)cudaEventDestroy(event_of(e)); });
   }
   mirror_->clear();
   return format_->download_shared(mirror_->format());
@@ -109,23 +139,23 @@ Status DevicePlace::copy_tables(int32_t slot) const {
   return copy(to.slots, a.slots + first * line, rows * line * int64_t{sizeof(int32_t)});
 }
 
-// Pages that lie one behind the other are copied at once, so the mirror has them by id.
-Status DevicePlace::place_pages(std::vector<Positions>* runs) {
+Status DevicePlace::place_pages() {
   const PageAllocator& a = mirror_->pages().allocator;
+  const PageTableShape& table = a.shape.table;
   std::vector<int32_t> pages;
-  for (int32_t row = 0; row < a.shape.table.rows_per_sequence; ++row) {
-    for (int32_t side = 0; side < a.shape.table.num_sides; ++side) {
+  layer_pages_.assign(config_.layout.num_layers, {});
+  for (int32_t row = 0; row < table.rows_per_sequence; ++row) {
+    Positions& of_layer = layer_pages_[row / view_.pages.rows_per_layer];
+    if (row % view_.pages.rows_per_layer == 0) of_layer.first = static_cast<int32_t>(pages.size());
+    for (int32_t side = 0; side < table.num_sides; ++side) {
       for (int32_t i = 0; i < a.pages[row].of[side]; ++i) {
         pages.push_back(page_at(a, row, side, i));
       }
     }
+    of_layer.end = static_cast<int32_t>(pages.size());
   }
-  std::sort(pages.begin(), pages.end());
-  for (const int32_t page : pages) {
-    if (runs->empty() || runs->back().end != page) runs->push_back({page, page});
-    ++runs->back().end;
-  }
-  const int64_t bytes = static_cast<int64_t>(pages.size()) * layout_.page_bytes;
+  const auto count = static_cast<int64_t>(pages.size());
+  const int64_t bytes = count * (layout_.page_bytes + int64_t{sizeof(int32_t)});
   if (bytes > mirror_bytes_) {
     constexpr int64_t kStep = int64_t{32} << 20;
     mirror_->place_pages({}, nullptr);
@@ -136,30 +166,66 @@ Status DevicePlace::place_pages(std::vector<Positions>* runs) {
     mirror_pages_ = *memory;
     mirror_bytes_ = round_up(bytes, kStep);
   }
+  if (count > 0) {
+    auto* const memory = static_cast<uint8_t*>(mirror_pages_.get());
+    std::memcpy(memory + count * layout_.page_bytes, pages.data(), pages.size() * sizeof(int32_t));
+  }
   mirror_->place_pages(pages, mirror_pages_);
   return Status::ok();
 }
 
+Status DevicePlace::move_layer(int32_t slot, int32_t layer, int64_t slot_bytes, bool comes) const {
+  const Positions of = layer_pages_[layer];
+  auto* const memory = static_cast<uint8_t*>(mirror_pages_.get());
+  StagedLayer call;
+  if (of.count() > 0) {
+    const int64_t ids = int64_t{layer_pages_.back().end} * layout_.page_bytes;
+    call.ids = reinterpret_cast<const int32_t*>(memory + ids) + of.first;
+    call.staged = memory + of.first * layout_.page_bytes;
+    call.count = of.count();
+  }
+  call.slot = view_.slots.raw(slot, layer);
+  call.staged_slot = mirror_->layer_of({0, layer, {}, {}}).raw;
+  call.slot_bytes = slot_bytes;
+  call.comes = comes;
+  constexpr int32_t kLeastCtas = 64, kMostCtas = 1024;
+  const int32_t ctas = std::clamp(call.count, kLeastCtas, kMostCtas);
+  return launch_after_previous(staged_layer_kernel, static_cast<uint32_t>(ctas), kStagedThreads, 0,
+                               stream_, view_.pages, call);
+}
+
+// States come first, for they say what there is. The threads that write a layer's rows wait for
+// that layer, while the link carries the next ones.
 Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   if (Status s = enter("export_sequence", false); !s) return s;
   if (Status s = open_mirror(); !s) return s;
-  const int32_t slot = layers[0].slot;
+  const int32_t slot = layers[0].slot, num_layers = config_.layout.num_layers;
   if (Status s = copy_tables(slot); !s) return s;
-  if (Status s = copy(mirror_->slot_memory(), view_.slots.raw(slot, 0), layout_.slot_bytes); !s) {
-    return s;
-  }
+  const auto pitch = static_cast<size_t>(layout_.layer_bytes);
+  const cudaError_t error = cudaMemcpy2DAsync(
+      mirror_->slot_memory() + layout_.raw_bytes, pitch, view_.slots.state(slot, 0), pitch,
+      pitch - static_cast<size_t>(layout_.raw_bytes), num_layers, cudaMemcpyDefault, stream_);
+  if (Status s = cuda_status(error, "export_sequence"); !s) return s;
   if (Status s = wait(); !s) return s;
-  std::vector<Positions> runs;
-  if (Status s = place_pages(&runs); !s) return s;
-  for (const Positions& run : runs) {
-    const uint8_t* from = view_.pages.base + run.first * layout_.page_bytes;
-    Status s = copy(mirror_->pages().bytes(run.first), from, run.count() * layout_.page_bytes);
-    if (!s) return s;
+  if (Status s = place_pages(); !s) return s;
+  for (int32_t l = 0; l < num_layers; ++l) {
+    if (Status s = move_layer(slot, l, layout_.raw_bytes, false); !s) return s;
+    const cudaError_t recorded = cudaEventRecord(event_of(arrived_[l].get()), stream_);
+    if (Status s = cuda_status(recorded, "export_sequence"); !s) return s;
   }
-  if (Status s = wait(); !s) return s;
   LayerMoves moves = layers;
   for (LayerMove& move : moves) move.slot = 0;
-  return mirror_->export_parts(moves);
+  Result<SequenceSource> source = mirror_->export_parts(moves);
+  if (!source) return source.status();
+  const int32_t heads = config_.layout.num_kv_heads;
+  source->write = [this, heads, on_device = OnDevice(), write = std::move(source->write)](
+                      int64_t row, uint8_t* raw, uint8_t* body) {
+    Status s = on_device([&] {
+      return cuda_status(cudaEventSynchronize(event_of(arrived_[row / heads].get())), "export");
+    });
+    return s ? write(row, raw, body) : s;
+  };
+  return source;
 }
 
 Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
@@ -172,17 +238,28 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
   return s;
 }
 
+// Layers go up as they are written. Blocks that the device decodes as they are it looks at itself,
+// at the end; where one is damaged the host finds out which, and how.
 Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   if (Status s = open_mirror(); !s) return s;
-  std::vector<Positions> runs;
-  const Status s = mirror_->import_parts(
-      0, parts, [&](const std::vector<HostLayer>&, const std::vector<LayerPlan>& plans) {
-        if (Status taken = take_pages(slot, plans); !taken) return taken;
-        if (Status copied = copy_tables(slot); !copied) return copied;
-        if (Status waited = wait(); !waited) return waited;
-        return place_pages(&runs);
-      });
-  return s ? copy_up(slot, parts, runs) : s;
+  HostPlace::ImportSteps steps;
+  steps.decodes_later = true;
+  steps.take = [&](const std::vector<HostLayer>&, const std::vector<LayerPlan>& plans) {
+    if (Status s = take_pages(slot, plans); !s) return s;
+    if (Status s = copy_tables(slot); !s) return s;
+    if (Status s = wait(); !s) return s;
+    return place_pages();
+  };
+  steps.written = [&, on_device = OnDevice()](int32_t layer) {
+    return on_device([&] { return move_layer(slot, layer, layout_.layer_bytes, true); });
+  };
+  if (Status s = mirror_->import_parts(0, parts, steps); !s) return s;
+  const Status finished = finish_import(slot, parts);
+  if (finished.code() != StatusCode::kCorrupt) return finished;
+  if (Status s = open_mirror(); !s) return s;
+  steps.decodes_later = false;
+  steps.take = [&](const auto&, const auto&) { return finished; };
+  return mirror_->import_parts(0, parts, steps);
 }
 
 // For all layers of an empty slot.
@@ -213,25 +290,17 @@ Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans
   return commit(nullptr, true);
 }
 
-Status DevicePlace::copy_up(int32_t slot, const SequenceParts& parts,
-                            const std::vector<Positions>& runs) {
-  for (const Positions& run : runs) {
-    uint8_t* to = view_.pages.base + run.first * layout_.page_bytes;
-    Status s = copy(to, mirror_->pages().bytes(run.first), run.count() * layout_.page_bytes);
-    if (!s) return s;
-  }
-  if (Status s = copy(view_.slots.raw(slot, 0), mirror_->slot_memory(), layout_.slot_bytes); !s) {
-    return s;
-  }
+Status DevicePlace::finish_import(int32_t slot, const SequenceParts& parts) {
   const int64_t num_layers = config_.layout.num_layers;
-  Status s = copy(counts_ + slot * num_layers, parts.layers.data(),
-                  num_layers * int64_t{sizeof(LayerTokens)});
+  LayerTokens* const counts = counts_ + slot * num_layers;
+  Status s = copy(counts, parts.layers.data(), num_layers * int64_t{sizeof(LayerTokens)});
   if (!s) return s;
   std::vector<HostLayer> layers;
   for (int32_t l = 0; l < num_layers; ++l) {
     layers.push_back(mirror_->layer_of({0, l, parts.layers[l], {}}));
     layers[l].slot = slot;
   }
+  if (s = format_->check_imported(layers, counts); !s) return s;
   if (s = format_->upload_shared(*mirror_->format(), layers); !s) return s;
   return wait();
 }

@@ -9,7 +9,6 @@
 
 #include "codec/format/byte_cursor.h"
 #include "codec/format/sound_halves.h"
-#include "codec/host/parallel.h"
 #include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
@@ -135,12 +134,7 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>&
 void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
   const auto& channel = static_cast<const ChannelPlan&>(plan);
   const int32_t heads = config_.layout.num_kv_heads;
-  int64_t all = 0;
-  for (const std::vector<uint8_t>& blocks : channel.blocks) {
-    all += static_cast<int64_t>(blocks.size());
-  }
-  for (const auto& body : channel.bodies) all += static_cast<int64_t>(body.size());
-  parallel_for(static_cast<int64_t>(layers.size()), threads_for(all), [&](int64_t w) {
+  for (size_t w = 0; w < layers.size(); ++w) {
     const int32_t bytes = block_bytes(layers[w].layer);
     for (int32_t i = 0; i < channel.counts[w]; ++i) {
       const uint8_t* from = channel.bodies.empty()
@@ -148,7 +142,7 @@ void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& pl
                                 : channel.bodies[w * heads + i % heads].data() + i / heads * bytes;
       std::memcpy(block_at(layers[w], i % heads, channel.first_block[w] + i / heads), from, bytes);
     }
-  });
+  }
 }
 
 void ChannelRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "codec/format/same_log.h"
-#include "codec/host/parallel.h"
 #include "store/rows/coded/coded_rows.h"
 #include "store/rows/raw_tiles.h"
 
@@ -29,13 +28,7 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan(const std::vector<BodyWork>& w
 void CodedRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
   const auto& coded = static_cast<const CodedPlan&>(plan);
   for (const auto& [layer, books] : coded.made) books_[layer] = books;
-  int64_t bytes = 0;  // of an import
-  for (const LayerDraft& draft : coded.drafts) {
-    for (const std::span<const uint8_t>& block : draft.brought) bytes += block.size();
-  }
-  const auto count = static_cast<int64_t>(layers.size());
-  parallel_for(count, threads_for(bytes),
-               [&](int64_t i) { write_layer(layers[i], coded.drafts[i]); });
+  for (size_t i = 0; i < layers.size(); ++i) write_layer(layers[i], coded.drafts[i]);
 }
 
 Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {

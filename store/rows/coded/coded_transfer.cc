@@ -13,7 +13,6 @@
 
 #include "codec/format/byte_cursor.h"
 #include "codec/format/sound_halves.h"
-#include "codec/host/parallel.h"
 #include "store/rows/coded/coded_rows.h"
 
 namespace tierkv::store {
@@ -162,6 +161,9 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
     rows.push_back(row_of(layer, h, draft->rows[h], draft->means[h].data()));
     tame.push_back(is_tame(rows[h]));
   }
+  // The caller may decode with books that the store has, and with no others.
+  const bool decodes = !work.decodes_later || !same_books || books_[layer].empty() ||
+                       std::count(tame.begin(), tame.end(), 0) > 0;
   std::vector<float> values[2];
   for (std::vector<float>& x : values) x.resize(int64_t{kBlockTokens} * shape_.head_dim);
   float* const x[2] = {values[0].data(), values[1].data()};
@@ -177,6 +179,7 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
       }
       continue;
     }
+    if (!decodes) continue;
     const uint8_t* const bytes[2] = {blocks[0].data(), blocks[1].data()};
     const int64_t size[2] = {static_cast<int64_t>(blocks[0].size()),
                              static_cast<int64_t>(blocks[1].size())};
@@ -196,21 +199,16 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
 
 Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const std::vector<ImportWork>& works) {
   auto plan = std::make_unique<CodedPlan>();
-  const auto count = static_cast<int64_t>(works.size());
-  int64_t tokens = 0;
-  for (const ImportWork& work : works) tokens += int64_t{shape_.num_kv_heads} * work.body_end;
-  plan->drafts.resize(works.size());
-  std::vector<LayerBooks> books(works.size());
-  Status s = try_parallel_for(count, threads_for(tokens * shape_.head_dim), [&](int64_t i) {
-    return import_layer(works[i], &books[i], &plan->drafts[i])
-        .with_context("layer " + std::to_string(works[i].layer.layer));
-  });
-  if (!s) return s;
-  for (size_t i = 0; i < works.size(); ++i) {
-    const int32_t layer = works[i].layer.layer;
-    if (books_[layer].empty() && !books[i].empty()) plan->made[layer] = std::move(books[i]);
-    add_layer_plan(works[i].layer, plan->drafts[i], plan.get());
+  for (const ImportWork& work : works) {
+    const int32_t layer = work.layer.layer;
+    LayerBooks books;
+    LayerDraft& draft = plan->drafts.emplace_back();
+    Status s = import_layer(work, &books, &draft);
+    if (!s) return s.with_context("layer " + std::to_string(layer));
+    if (books_[layer].empty() && !books.empty()) plan->made[layer] = std::move(books);
+    add_layer_plan(work.layer, draft, plan.get());
   }
+  plan->changes_all = !plan->made.empty();
   return std::unique_ptr<BodyPlan>(std::move(plan));
 }
 

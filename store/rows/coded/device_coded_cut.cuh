@@ -54,6 +54,32 @@ struct DecodeRanges {
   __device__ void operator()(uint8_t* shared) const { decode_weighted_items(call, shared); }
 };
 
+// Counts blocks of the fixed layers of a slot that do not decode. CTAs {x, 2 * layers}.
+struct CheckBlocks {
+  static constexpr int32_t kThreads = kDecodeWarps * kWarpLanes;
+  CodedDevice device;
+  int32_t slot = 0;
+  const LayerTokens* counts = nullptr;  // [layers]
+  WeightedDecode decode;                // but for component and book
+  int32_t* damaged = nullptr;
+
+  __device__ void operator()(uint8_t* shared) const {
+    const auto layer = static_cast<int32_t>(blockIdx.y / 2u), heads = device.heads();
+    WeightedDecode call = decode;
+    call.component = static_cast<Component>(blockIdx.y % 2u);
+    call.book = device.layers[layer].books[blockIdx.y % 2u];
+    if (call.book.codebook == nullptr || !device.is_fixed(slot, layer)) return;
+    const int32_t end = counts[layer].body_end;
+    const auto block_of = [&](int32_t i, WeightedPlace* place) {
+      const CodedBlockRef ref = device.refs(slot, layer, i % heads, call.component)[i / heads];
+      *place = {ref.offset, ref.units};
+      return device.shape.tokens_of(i / heads, end);
+    };
+    const int32_t found = count_damaged(call, shared, block_count(end) * heads, block_of);
+    if (found > 0 && lane_index() == 0) atomicAdd(damaged, found);
+  }
+};
+
 // Where the layer is not fixed.
 struct ReadRawTokens {
   static constexpr int32_t kThreads = 256;
@@ -143,16 +169,52 @@ inline Status DeviceCodedRows::read_to(const ReadTarget& to) {
     decode.num_ranges = heads();
     decode.most_blocks = block_count(to.range.end) - to.range.first / kBlockTokens;
     if (Status s = decode.validate(); !s) return s;
-    const int32_t base = weighted_region_bytes(decode) + weighted_decode_cta_bytes(decode) + 16;
-    const int32_t each = weighted_decode_warp_bytes(decode);
-    const int32_t warps = std::min(kDecodeWarps, (limits_.shared_bytes - base) / each);
+    int32_t shared = 0;
+    const int32_t warps = decode_warps(decode, &shared);
     const int64_t items = int64_t{decode.num_ranges} * decode.most_blocks;
     const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1, limits_.sms);
-    Status s = launch(DecodeRanges{decode}, dim3(static_cast<uint32_t>(ctas)), base + warps * each,
-                      warps * kWarpLanes);
+    Status s =
+        launch(DecodeRanges{decode}, dim3(static_cast<uint32_t>(ctas)), shared, warps * kWarpLanes);
     if (!s) return s;
   }
   return Status::ok();
+}
+
+// Shared memory is for the largest block and table that there are, so that many warps fit.
+inline Status DeviceCodedRows::check_imported(const std::vector<HostLayer>& imported,
+                                              const LayerTokens* counts) {
+  WeightedDecode decode;
+  decode.bytes = device_.view.pages.base;
+  decode.size = device_.pool_bytes;
+  decode.rows.head_dim = head_dim();
+  int32_t blocks = 0;
+  uint32_t units = 1;
+  for (const HostLayer& layer : imported) {
+    const DeviceBook* books = host_layers_[layer.layer].books;
+    if (books[0].codebook == nullptr || !host_->is_fixed(layer)) continue;
+    const int32_t count = block_count(layer.at.body_end);
+    blocks = most(blocks, count);
+    for (int32_t i = 0; i < 2 * heads(); ++i) {
+      decode.book.max_length = most(decode.book.max_length, books[i % 2].max_length);
+      const auto* refs = host_->state_at<CodedBlockRef>(
+          layer, device_.shape.refs_byte(i / 2, static_cast<Component>(i % 2)));
+      for (int32_t b = 0; b < count; ++b) units = std::max(units, refs[b].units);
+    }
+  }
+  if (blocks == 0) return Status::ok();
+  decode.max_block_bytes =
+      std::min(kMaxWeightedBlockBytes, static_cast<int32_t>(units) * kUnitBytes);
+  int32_t shared = 0, damaged = 0;
+  const int32_t warps = decode_warps(decode, &shared);
+  const CheckBlocks check = {device_, imported[0].slot, counts, decode, scratch_.left};
+  // Each table is loaded for four blocks a warp.
+  const dim3 grid(static_cast<uint32_t>((blocks * heads() + 4 * warps - 1) / (4 * warps)),
+                  static_cast<uint32_t>(2 * layers()));
+  if (Status s = upload(scratch_.left, &damaged, sizeof(damaged)); !s) return s;
+  if (Status s = launch(check, grid, shared, warps * kWarpLanes); !s) return s;
+  if (Status s = download(&damaged, scratch_.left, sizeof(damaged)); !s) return s;
+  return damaged == 0 ? Status::ok()
+                      : Status(StatusCode::kCorrupt, "body: blocks do not decode on the device");
 }
 
 inline Status DeviceCodedRows::read(const LayerMove& at, Positions range, DType dtype, void* k,

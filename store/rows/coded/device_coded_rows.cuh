@@ -84,6 +84,7 @@ class DeviceCodedRows final : public DeviceRowFormat {
     if (per_slot_) copies_.push_back(to);
   }
   Status download_shared(RowFormat* host) override;
+  Status check_imported(const std::vector<HostLayer>& layers, const LayerTokens* counts) override;
   Status upload_shared(const RowFormat& host, const std::vector<HostLayer>& layers) override;
 
   // For tests: fewer bytes of staging memory, before bind().
@@ -178,6 +179,14 @@ class DeviceCodedRows final : public DeviceRowFormat {
   Status load_group(const CodedCall& call, const CellGroup& group);
   Status encode_group(const CodedCall& call, const CellGroup& group, bool writes);
   Status read_to(const ReadTarget& to);
+  // Warps of a CTA that decodes, which takes *bytes of shared memory.
+  int32_t decode_warps(const WeightedDecode& decode, int32_t* bytes) const {
+    const int32_t base = weighted_region_bytes(decode) + weighted_decode_cta_bytes(decode) + 16;
+    const int32_t each = weighted_decode_warp_bytes(decode);
+    const int32_t warps = std::min(kDecodeWarps, (limits_.shared_bytes - base) / each);
+    *bytes = base + warps * each;
+    return warps;
+  }
   Status bind_attention();
   Status bind_turns(int32_t layer);
   CodedAttention call_of_layer(int32_t layer) const;

@@ -75,7 +75,6 @@ class TiersRows final : public RowFormat {
   };
   struct TiersPlan final : BodyPlan {
     std::vector<RowDraft> rows;  // [works * num_kv_heads]
-    int64_t bytes = 0;           // of an import
   };
   // Where tokens of one side go or are: `count` of them, slots from `slot` on of a page.
   struct PageRun {

@@ -14,7 +14,6 @@
 #include "codec/format/byte_cursor.h"
 #include "codec/format/fragment_order.h"
 #include "codec/format/sound_halves.h"
-#include "codec/host/parallel.h"
 #include "store/rows/tiers/tiers_rows.h"
 
 namespace tierkv::store {
@@ -166,18 +165,15 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<Impor
   const int32_t heads = shape_.num_kv_heads;
   const auto rows = static_cast<int64_t>(works.size()) * heads;
   plan->rows.resize(rows, draft_behind({}, config_.sink_tokens));
-  for (const ImportWork& work : works) {
-    for (const std::span<const uint8_t>& body : work.bodies) plan->bytes += body.size();
-  }
-  Status s = try_parallel_for(rows, threads_for(plan->bytes), [&](int64_t i) {
+  for (int64_t i = 0; i < rows; ++i) {
     const ImportWork& work = works[i / heads];
     const auto h = static_cast<int32_t>(i % heads);
     const Status row =
         work.shared.empty() ? import_row(work, h, &plan->rows[i]) : corrupt("it has a shared part");
+    if (row) continue;
     return row.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
                             std::to_string(h));
-  });
-  if (!s) return s;
+  }
   for (size_t w = 0; w < works.size(); ++w) {
     LayerPlan layer;
     for (int32_t h = 0; h < heads; ++h) {

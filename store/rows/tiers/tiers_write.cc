@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "codec/host/page_codec_checks.h"
-#include "codec/host/parallel.h"
 #include "store/rows/tiers/tiers_rows.h"
 
 namespace tierkv::store {
@@ -127,8 +126,7 @@ void TiersRows::write_side(const HostLayer& layer, int32_t kv_head, int32_t side
 
 void TiersRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
   const auto& tiers = static_cast<const TiersPlan&>(plan);
-  const auto rows = static_cast<int64_t>(tiers.rows.size());
-  parallel_for(rows, threads_for(tiers.bytes), [&](int64_t i) {
+  for (size_t i = 0; i < tiers.rows.size(); ++i) {
     const HostLayer& layer = layers[i / shape_.num_kv_heads];
     const auto h = static_cast<int32_t>(i % shape_.num_kv_heads);
     const RowDraft& draft = tiers.rows[i];
@@ -144,7 +142,7 @@ void TiersRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan
     for (size_t t = 0; t < draft.tiers.size(); ++t) {
       set_tier(map_of(layer, h), draft.position + static_cast<int32_t>(t), draft.tiers[t]);
     }
-  });
+  }
 }
 
 }  // namespace tierkv::store

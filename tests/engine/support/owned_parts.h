@@ -2,6 +2,8 @@
 // The parts of a sequence that left a place, as bytes of their own.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <vector>
 
 #include "store/place/place.h"
@@ -17,7 +19,7 @@ struct OwnedParts {
     for (size_t row = 0; row < source.raw_bytes.size(); ++row) {
       raw.emplace_back(source.raw_bytes[row]);
       bodies.emplace_back(source.body_bytes[row]);
-      source.write(static_cast<int64_t>(row), raw.back().data(), bodies.back().data());
+      EXPECT_TRUE(source.write(static_cast<int64_t>(row), raw.back().data(), bodies.back().data()));
     }
   }
   store::SequenceParts views() const {

@@ -237,6 +237,19 @@ TEST_P(KvStoreTwins, SmallCountQueries) {
   twins.expect_counted(std::min(150, GetParam().longest - 20));
 }
 
+TEST_P(KvStoreTwins, SmallHostileBodies) {
+  KvTwins twins(twin_config(GetParam().choice), &rng_);
+  ASSERT_TRUE(twins.is_made());
+  twins.add();
+  twins.extend({0}, GetParam().longest - 20);
+  const int32_t refused = twins.expect_hostile(0, 40);
+  const bool is_coded = std::holds_alternative<CodedFormat>(GetParam().choice.format);
+  EXPECT_GE(refused, is_coded ? 20 : 0);
+  twins.expect_equal();
+  twins.exchange(0);
+  twins.expect_equal();
+}
+
 INSTANTIATE_TEST_SUITE_P(Formats, KvStoreTwins, ::testing::ValuesIn(all_cases()),
                          [](const auto& info) { return std::string(info.param.name); });
 

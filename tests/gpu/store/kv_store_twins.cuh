@@ -16,6 +16,7 @@
 #include "codec/format/element.h"
 #include "tests/gpu/device_buffer.cuh"
 #include "tests/support/fresh_random.h"
+#include "tierkv/container.h"
 #include "tierkv/kv_store.h"
 
 namespace tierkv::testing {
@@ -291,6 +292,42 @@ class KvTwins {
     ASSERT_TRUE(a) << a.status().message();
     ASSERT_TRUE(b) << b.status().message();
     live_.push_back({*a, *b, live_[i].tokens, live_[i].cut_at});
+  }
+
+  // Bodies that are damaged inside chunks whose checksums are right: both stores say the same, and
+  // a refused one leaves nothing behind. Returns how many were refused. There is a free slot.
+  int32_t expect_hostile(size_t i, int32_t tries) {
+    const auto bytes = host_->export_sequence(live_[i].host);
+    EXPECT_TRUE(bytes);
+    const auto reader = ContainerReader::from_bytes(*bytes, "sequence");
+    const auto chunks = static_cast<int32_t>(reader->chunks().size());
+    const int64_t free = device_->usage()->pages_free;
+    int32_t refused = 0;
+    for (int32_t t = 0; t < tries; ++t) {
+      int32_t victim = pick(0, chunks - 1);
+      while (reader->chunks()[victim].key.kind != ChunkKind::kStorePage) {
+        victim = (victim + 1) % chunks;
+      }
+      std::vector<ChunkBlock> blocks(1);
+      for (int32_t c = 0; c < chunks; ++c) {
+        std::vector<uint8_t> payload;
+        EXPECT_TRUE(reader->read(c, &payload));
+        if (c == victim && !payload.empty()) {
+          payload[pick(0, static_cast<int32_t>(payload.size()) - 1)] ^= 1 << pick(0, 7);
+        }
+        blocks[0].add(reader->chunks()[c].key, payload);
+      }
+      const std::vector<uint8_t> bad = assemble_container(blocks);
+      const auto a = host_->import_sequence(bad.data(), bad.size());
+      const auto b = device_->import_sequence(bad.data(), bad.size());
+      EXPECT_EQ(a.status().code(), b.status().code());
+      EXPECT_EQ(a.status().message(), b.status().message());
+      if (a) expect_ok(host_->release(*a));
+      if (b) expect_ok(device_->release(*b));
+      EXPECT_EQ(device_->usage()->pages_free, free);
+      refused += a ? 0 : 1;
+    }
+    return refused;
   }
 
   struct Ids {

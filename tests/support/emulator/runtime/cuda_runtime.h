@@ -9,6 +9,8 @@
 
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
+struct CUevent_st;
+using cudaEvent_t = CUevent_st*;
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDefault };
@@ -23,7 +25,8 @@ struct dim3 {
   unsigned x, y;
   dim3(unsigned of_x, unsigned of_y = 1) : x(of_x), y(of_y) {}
 };
-inline constexpr unsigned cudaHostAllocMapped = 2, cudaStreamNonBlocking = 1;
+inline constexpr unsigned cudaHostAllocMapped = 2, cudaStreamNonBlocking = 1,
+                          cudaEventDisableTiming = 2;
 
 namespace emulator {
 // The id of the capture that a test pretends; 0: none.
@@ -98,6 +101,22 @@ inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatu
                                             unsigned long long* id) {
   *status = emulator::capture == 0 ? cudaStreamCaptureStatusNone : cudaStreamCaptureStatusActive;
   *id = emulator::capture;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int) {
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {

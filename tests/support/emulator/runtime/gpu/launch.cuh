@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstring>
+#include <mutex>
 
 #include "gpu/cuda_device.cuh"
 #include "gpu/shared_memory.cuh"
@@ -14,11 +15,13 @@ namespace tierkv {
 
 namespace store {
 alignas(1024) inline uint8_t shared[emulator::kSharedBytes];
+inline std::mutex launch_mutex;  // several threads of an import launch
 }  // namespace store
 
 template <class... Parameters, class... Arguments>
 Status launch_after_previous(void (*kernel)(Parameters...), dim3 grid, dim3 block,
                              size_t shared_bytes, cudaStream_t, const Arguments&... arguments) {
+  const std::lock_guard<std::mutex> lock(store::launch_mutex);
   if (shared_bytes > sizeof(store::shared)) {
     return Status(StatusCode::kUnsupported, "shared memory");
   }
