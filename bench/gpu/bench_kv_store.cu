@@ -110,13 +110,14 @@ class Cache {
     call.v = v;
     require(store->append(call));
   }
-  void attend(SequenceList list, int32_t layer) {
+  void attend(SequenceList list, int32_t layer, bool counts = false) {
     LayerAttend call;
     call.sequences = list;
     call.layer = layer;
     call.q = q;
     call.out = out;
     call.dtype = DType::kBFloat16;
+    call.count_query = counts;
     require(store->attend(call));
   }
   SequenceList all() const { return {ids.data(), static_cast<int32_t>(ids.size())}; }
@@ -201,14 +202,21 @@ void run_steps(Bench* bench, const std::string& format) {
   const std::string shape = "64 x 4096, 32 layers";
   const auto read = usage->nominal_bytes;
   const auto none = [] {};
-  Measured m = {"attention alone, " + format, shape, read, 0, {}};
-  m.time = time_replays(
-      bench->stream(), bench->replays(),
-      [&] {
-        for (int32_t l = 0; l < kLayers; ++l) cache.attend(cache.all(), l);
-      },
-      none);
-  bench->add(m);
+  Measured m;
+  for (const bool counts : {false, true}) {
+    m = {counts ? "attention that counts, " + format : "attention alone, " + format,
+         shape,
+         read,
+         0,
+         {}};
+    m.time = time_replays(
+        bench->stream(), bench->replays(),
+        [&] {
+          for (int32_t l = 0; l < kLayers; ++l) cache.attend(cache.all(), l, counts);
+        },
+        none);
+    bench->add(m);
+  }
   const auto note = [&] { require(cache.store->note_replay(cache.all(), 1)); };
   m = {"step, " + format, shape, read, 0, {}};
   m.time = time_replays(
