@@ -163,8 +163,8 @@ Status append(KvStore& store, const tkv_kv_append_call* call) {
   tkv_kv_append_call c;
   if (Status s = read_struct(call, "call", &c); !s) return s;
   const Sequences sequences(store, c.sequences, c.num_sequences);
-  return store.append(
-      {sequences.list(), c.layer, c.tokens, c.k, c.v, c.significance, c.stride, c.q});
+  return store.append({sequences.list(), c.layer, c.tokens, c.k, c.v, c.significance, c.stride, c.q,
+                       c.query_stride == 0 ? 1 : c.query_stride});
 }
 
 Status attend(KvStore& store, const tkv_kv_attend_call* call) {

@@ -125,6 +125,7 @@ typedef struct tkv_kv_append_call {
   const float* significance; /* [num_sequences, num_kv_heads, stride] or null */
   int64_t stride;            /* at least tokens */
   const void* q; /* instead of significances: [num_sequences, tokens, num_q_heads, head_dim] */
+  int32_t query_stride; /* which of them count, as in tkv_significance_call; 0: 1, all */
 } tkv_kv_append_call;
 TKV_API tkv_status tkv_kv_append(tkv_kv_store* store, const tkv_kv_append_call* call,
                                  tkv_error* error);

@@ -187,7 +187,8 @@ class KvConfigStruct(Struct):
 
 class KvAppendCall(Struct):
     _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
-                ("tokens", c_int32), ("k", c_void_p), ("v", c_void_p), ("significance", c_void_p), ("stride", c_int64), ("q", c_void_p)]
+                ("tokens", c_int32), ("k", c_void_p), ("v", c_void_p), ("significance", c_void_p), ("stride", c_int64), ("q", c_void_p),
+                ("query_stride", c_int32)]
 
 
 class KvAttendCall(Struct):

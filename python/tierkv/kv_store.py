@@ -297,9 +297,10 @@ class KvStore:
         self._call("tkv_kv_begin", *_ids(sequences), lib.integer(tokens, "tokens"))
 
     def append(self, sequences: Ids, layer: int, k: ArrayLike, v: ArrayLike, *, significance: Optional[ArrayLike] = None,
-               q: Optional[ArrayLike] = None) -> None:
+               q: Optional[ArrayLike] = None, query_stride: int = 1) -> None:
         """The new tokens of one layer: k and v [sequences, tokens, num_kv_heads, head_dim] of config.dtype. `significance` float32 [sequences,
-        num_kv_heads, tokens or more] as tierkv.significance() finds it, or instead the queries [sequences, tokens, num_q_heads, head_dim]."""
+        num_kv_heads, tokens or more] as tierkv.significance() finds it, or instead the queries [sequences, tokens, num_q_heads, head_dim], of
+        which every `query_stride`-th counts."""
         ids, count = _ids(sequences)
         c = self.config
         keys = self._given(k, "k", (c.dtype,), (count, None, c.num_kv_heads, c.head_dim))
@@ -309,7 +310,8 @@ class KvStore:
         queries = self._given(q, "q", (c.dtype,), (count, tokens, c.num_q_heads, c.head_dim))
         self._call("tkv_kv_append", lib.KvAppendCall(
             sequences=ids, num_sequences=count, layer=layer, tokens=tokens, k=keys.address, v=vals.address, significance=scores.address,
-            stride=scores.shape[2] if scores.shape else 0, q=queries.address))
+            stride=scores.shape[2] if scores.shape else 0, q=queries.address,
+            query_stride=lib.integer(query_stride, "query_stride")))
 
     def attend(self, sequences: Ids, layer: int, q: ArrayLike, *, probabilities: bool = False, count_query: bool = False,
                sinks: Optional[ArrayLike] = None) -> Attention:

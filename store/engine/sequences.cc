@@ -132,6 +132,9 @@ Status Sequences::admit_append(const LayerAppend& call, LayerMoves* moves) const
   if (call.significance != nullptr && call.q != nullptr) {
     return invalid("significance and q: give one of them");
   }
+  if (call.query_stride < 1 || call.query_stride > kMaxQueryStride) {
+    return invalid("query_stride must be 1 to " + std::to_string(kMaxQueryStride));
+  }
   if (call.significance != nullptr && call.stride < call.tokens) {
     return invalid("stride is below the tokens");
   }

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "codec/format/element.h"
-#include "codec/policy/significance.h"
 #include "store/place/host_place.h"
 
 namespace tierkv::store {
@@ -122,46 +121,15 @@ void HostPlace::count_query(const LayerMove& move, int32_t kv_head, int32_t posi
   }
 }
 
-// By the chunk's queries over all that the layer holds and the chunk.
 Status HostPlace::find_significance(const LayerAppend& call, const LayerMoves& moves,
                                     std::vector<float>* significance) const {
-  const CacheLayout& shape = config_.layout;
-  const int32_t dim = shape.head_dim, group = shape.group_size(), heads = shape.num_kv_heads;
-  significance->assign(moves.size() * heads * call.tokens, 0.0f);
-  std::vector<int32_t> positions(call.tokens);
-  for (size_t r = 0; r < moves.size() * heads; ++r) {
-    const LayerMove& move = moves[r / heads];
-    const auto kv_head = static_cast<int32_t>(r % heads);
-    const int32_t before = move.from.tokens, tokens = before + call.tokens;
-    std::vector<float> k(int64_t{tokens} * dim), v(k.size());
-    std::vector<float> q(int64_t{group} * call.tokens * dim);
-    read_row(move, kv_head, {0, before}, k.data(), v.data(), nullptr);
-    for (int32_t t = 0; t < call.tokens; ++t) {
-      const int64_t token = static_cast<int64_t>(r / heads) * call.tokens + t;
-      positions[t] = before + t;
-      for (int32_t d = 0; d < dim; ++d) {
-        k[int64_t{before + t} * dim + d] =
-            load_element(call.k, shape.dtype, (token * heads + kv_head) * dim + d);
-        for (int32_t g = 0; g < group; ++g) {
-          q[(int64_t{g} * call.tokens + t) * dim + d] = load_element(
-              call.q, shape.dtype, (token * shape.num_q_heads + kv_head * group + g) * dim + d);
-        }
-      }
-    }
-    AttentionRow row;
-    row.q = q.data();
-    row.k = k.data();
-    row.q_positions = positions.data();
-    row.group_size = group;
-    row.num_queries = call.tokens;
-    row.num_tokens = tokens;
-    row.head_dim = dim;
-    row.sm_scale = shape.sm_scale;
-    std::vector<double> found(tokens);
-    if (Status s = exact_significance(row, found.data(), nullptr); !s) return s.with_context("q");
-    for (int32_t t = 0; t < call.tokens; ++t) {
-      (*significance)[r * call.tokens + t] = static_cast<float>(found[before + t]);
-    }
+  const int64_t per_sequence = int64_t{config_.layout.num_kv_heads} * call.tokens;
+  const int32_t starts[2] = {0, call.tokens};
+  significance->resize(moves.size() * per_sequence);
+  for (size_t i = 0; i < moves.size(); ++i) {
+    const SignificanceCall p = chunk_queries(config_.layout, call, i, starts);
+    Status s = prompt_significance_host(p, significance->data() + i * per_sequence);
+    if (!s) return s.with_context("q");
   }
   return Status::ok();
 }

@@ -13,6 +13,7 @@
 
 #include "store/engine/tokens.h"
 #include "tierkv/kv_store.h"
+#include "tierkv/significance.h"
 #include "tierkv/status.h"
 
 namespace tierkv::store {
@@ -26,6 +27,31 @@ using LayerMoves = std::vector<LayerMove>;
 
 // kOutOfPages, and what is missing.
 Status out_of_pages(int64_t needed, int64_t free, int64_t page_bytes, Shortage* shortage);
+
+// The queries and keys of sequence i of a chunk that came with queries. starts: 0 and its tokens,
+// in the memory of the place.
+inline SignificanceCall chunk_queries(const CacheLayout& layout, const LayerAppend& call, size_t i,
+                                      const int32_t* starts) {
+  const int32_t heads[2] = {layout.num_q_heads, layout.num_kv_heads};
+  const auto of_sequence = [&](const void* x, int32_t h) {
+    return static_cast<const uint16_t*>(x) +
+           static_cast<int64_t>(i) * call.tokens * heads[h] * layout.head_dim;
+  };
+  SignificanceCall p;
+  p.q = of_sequence(call.q, 0), p.k = of_sequence(call.k, 1);
+  p.starts = starts;
+  p.q_head_stride = p.k_head_stride = layout.head_dim;
+  p.q_token_stride = int64_t{heads[0]} * layout.head_dim;
+  p.k_token_stride = int64_t{heads[1]} * layout.head_dim;
+  p.num_sequences = 1;
+  p.max_tokens = p.total_tokens = call.tokens;
+  p.num_q_heads = heads[0], p.num_kv_heads = heads[1];
+  p.head_dim = layout.head_dim;
+  p.dtype = layout.dtype;
+  p.sm_scale = layout.sm_scale;
+  p.query_stride = call.query_stride;
+  return p;
+}
 
 // What the chunks of a sequence hold that comes in (store/transfer/sequence_chunks.h); the bytes
 // are the caller's.

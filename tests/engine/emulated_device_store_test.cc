@@ -26,6 +26,15 @@ Status run_page_op_device(const PageAllocator& a, const PageOp& op, const Device
   return run_page_op_host(a, op);
 }
 
+// The references in place of the kernels; an lse is not needed.
+Status prompt_lse(const SignificanceCall&, float*, GpuStream) {
+  return Status::ok();
+}
+Status prompt_significance(const SignificanceCall& p, const float*, float* significance,
+                           GpuStream) {
+  return prompt_significance_host(p, significance);
+}
+
 namespace store {
 
 Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
@@ -149,6 +158,16 @@ TEST_F(EmulatedDeviceStore, OfTiersRows) {
     if (HasFatalFailure()) return;
   }
   EXPECT_GT(coded_tokens_, 0);
+}
+TEST_F(EmulatedDeviceStore, TakesQueries) {
+  for (const BodyFormat& format : {BodyFormat{CodedFormat{}}, BodyFormat{TiersFormat{}}}) {
+    TwinChoice choice;
+    choice.format = format;
+    choice.memory_bytes = 128 << 20;
+    KvTwins t(twin_config(choice), &rng_);
+    ASSERT_TRUE(t.is_made());
+    EXPECT_TRUE(t.expect_queries(400, t.pick(1, 16)));
+  }
 }
 TEST_F(EmulatedDeviceStore, TiersCountQueries) {
   TwinChoice choice;

@@ -133,10 +133,45 @@ Status DevicePlace::append_raw(const RawAppendCall& call, int32_t count) {
   return launch_after_previous(raw_append_kernel, grid, kAppendThreads, 0, stream_, call);
 }
 
+Status DevicePlace::find_significance(const LayerAppend& call, size_t count,
+                                      std::shared_ptr<float>* significance) const {
+  const CacheLayout& layout = config_.layout;
+  const int64_t lse = int64_t{layout.num_q_heads} * call.tokens;
+  const int64_t of_sequence = int64_t{layout.num_kv_heads} * call.tokens;
+  const int64_t values = static_cast<int64_t>(count) * of_sequence + lse;
+  void* memory = nullptr;
+  const cudaError_t error = cudaMallocAsync(&memory, static_cast<size_t>(4 * values + 8), stream_);
+  if (error == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());
+    return Status(StatusCode::kOutOfMemory, "q: no device memory for significances");
+  }
+  if (Status s = cuda_status(error, "q"); !s) return s;
+  significance->reset(static_cast<float*>(memory),
+                      [stream = stream_](float* p) { cudaFreeAsync(p, stream); });
+  float* const of_lse = significance->get() + static_cast<int64_t>(count) * of_sequence;
+  auto* const starts = reinterpret_cast<int32_t*>(of_lse + lse);
+  const int32_t values_of_starts[2] = {0, call.tokens};
+  if (Status s = copy(starts, values_of_starts, sizeof(values_of_starts)); !s) return s;
+  for (size_t i = 0; i < count; ++i) {
+    const SignificanceCall p = chunk_queries(layout, call, i, starts);
+    if (Status s = prompt_lse(p, of_lse, stream_); !s) return s.with_context("q");
+    float* const to = significance->get() + static_cast<int64_t>(i) * of_sequence;
+    if (Status s = prompt_significance(p, of_lse, to, stream_); !s) return s.with_context("q");
+  }
+  return Status::ok();
+}
+
 Status DevicePlace::append(const LayerAppend& call, const LayerMoves& moves) {
-  if (call.q != nullptr) return unsupported("q");
-  if (!is_aligned(call.k, 16) || !is_aligned(call.v, 16)) {
-    return Status(StatusCode::kInvalidArgument, "k or v is not aligned to 16 bytes");
+  if (!is_aligned(call.k, 16) || !is_aligned(call.v, 16) || !is_aligned(call.q, 16)) {
+    return Status(StatusCode::kInvalidArgument, "k, v or q is not aligned to 16 bytes");
+  }
+  if (call.q != nullptr) {
+    if (Status s = enter("append with q", false); !s) return s;
+    std::shared_ptr<float> significance;
+    if (Status s = find_significance(call, moves.size(), &significance); !s) return s;
+    LayerAppend found = call;
+    found.q = nullptr, found.significance = significance.get(), found.stride = call.tokens;
+    return append(found, moves);
   }
   if (Status s = enter("append", true); !s) return s;
   const Slots slots = slots_of(moves, 1);

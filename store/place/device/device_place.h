@@ -70,6 +70,9 @@ class DevicePlace final : public Place {
 
   template <class Call>
   Call raw_call(int32_t layer) const;
+  // Significances of a chunk that came with queries, [count, num_kv_heads, tokens].
+  Status find_significance(const LayerAppend& call, size_t count,
+                           std::shared_ptr<float>* significance) const;
   Status append_raw(const RawAppendCall& call, int32_t count);
   // What no begin() has compressed for.
   Status append_chunk(const LayerAppend& call, const LayerMoves& moves, RawAppendCall raw);

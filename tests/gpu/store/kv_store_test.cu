@@ -237,6 +237,15 @@ TEST_P(KvStoreTwins, SmallCountQueries) {
   twins.expect_counted(std::min(150, GetParam().longest - 20));
 }
 
+TEST_P(KvStoreTwins, SmallTakeQueries) {
+  for (const int32_t query_stride : {1, 16}) {
+    KvTwins twins(twin_config(GetParam().choice), &rng_);
+    ASSERT_TRUE(twins.is_made());
+    const bool matters = twins.expect_queries(GetParam().longest - 20, query_stride);
+    EXPECT_EQ(matters, !std::holds_alternative<ChannelFormat>(GetParam().choice.format));
+  }
+}
+
 TEST_P(KvStoreTwins, SmallHostileBodies) {
   KvTwins twins(twin_config(GetParam().choice), &rng_);
   ASSERT_TRUE(twins.is_made());

@@ -18,6 +18,7 @@
 #include "tests/support/fresh_random.h"
 #include "tierkv/container.h"
 #include "tierkv/kv_store.h"
+#include "tierkv/significance.h"
 
 namespace tierkv::testing {
 
@@ -210,6 +211,66 @@ class KvTwins {
     }
     EXPECT_LE(others, 2 * config_.layout.num_kv_heads);
     expect_ok(device_->take_status());
+  }
+
+  // Sequences whose queries come along hold what they hold whose significances were found before.
+  // On the device alone, two sequences a call. Returns whether it differs from what they hold that
+  // come without.
+  bool expect_queries(int32_t tokens, int32_t query_stride) {
+    significant_ = 0;
+    const CacheLayout& l = config_.layout;
+    const TwinTokens x = draw(2, tokens);
+    std::normal_distribution<float> normal;
+    std::vector<uint16_t> q(static_cast<size_t>(2) * tokens * l.num_q_heads * l.head_dim);
+    for (uint16_t& e : q) e = float_to_raw(l.dtype, normal(rng_));
+    std::vector<std::vector<uint8_t>> held[3];
+    for (const int32_t way : {0, 1, 2}) {
+      SequenceId ids[2];
+      for (SequenceId& id : ids) id = *device_->add_sequence();
+      expect_ok(device_->begin({ids, 2}, tokens));
+      for (int32_t layer = 0; layer < l.num_layers; ++layer) {
+        LayerAppend a = call({ids, 2}, layer, tokens, x, this);
+        if (way == 0) a.q = put(&q_, q), a.query_stride = query_stride;
+        if (way == 1) a.significance = found_before(a, q, query_stride);
+        expect_ok(device_->append(a));
+      }
+      for (const SequenceId id : ids) {
+        held[way].push_back(*device_->export_sequence(id));
+        expect_ok(device_->release(id));
+      }
+    }
+    expect_ok(device_->take_status());
+    EXPECT_EQ(held[0], held[1]);
+    return held[0] != held[2];
+  }
+  // Of the two sequences of a call, by the public calls.
+  float* found_before(const LayerAppend& a, const std::vector<uint16_t>& q, int32_t query_stride) {
+    const CacheLayout& l = config_.layout;
+    const int32_t n = a.tokens;
+    SignificanceCall p;
+    p.q = put(&q_, q), p.k = a.k;
+    p.starts = put(&starts_, std::vector<int32_t>{0, n, 2 * n});
+    p.q_head_stride = p.k_head_stride = l.head_dim;
+    p.q_token_stride = int64_t{l.num_q_heads} * l.head_dim;
+    p.k_token_stride = int64_t{l.num_kv_heads} * l.head_dim;
+    p.num_sequences = 2, p.max_tokens = n, p.total_tokens = 2 * n;
+    p.num_q_heads = l.num_q_heads, p.num_kv_heads = l.num_kv_heads, p.head_dim = l.head_dim;
+    p.dtype = l.dtype, p.sm_scale = l.sm_scale, p.query_stride = query_stride;
+    const size_t values = static_cast<size_t>(2) * l.num_kv_heads * n;
+    float* const lse =
+        put(&lse_, std::vector<float>(static_cast<size_t>(2) * l.num_q_heads * n, NAN));
+    expect_ok(prompt_lse(p, lse, stream_));
+    expect_ok(prompt_significance(p, lse, put(&scores_, std::vector<float>(values, NAN)), stream_));
+    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    const std::vector<float> found = scores_.read<float>(values);  // [num_kv_heads, 2, n]
+    std::vector<float> ordered(values);
+    for (int32_t i = 0; i < 2; ++i) {
+      for (int32_t h = 0; h < l.num_kv_heads; ++h) {
+        std::copy_n(found.begin() + (2 * h + i) * n, n,
+                    ordered.begin() + (i * l.num_kv_heads + h) * n);
+      }
+    }
+    return put(&scores_, ordered);
   }
 
   // Every open sequence has the same bytes in both.
@@ -433,7 +494,7 @@ class KvTwins {
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<KvStore> host_, device_;
   std::vector<Live> live_;
-  Buffer k_, v_, scores_, q_, out_, lse_, sinks_;
+  Buffer k_, v_, scores_, q_, starts_, out_, lse_, sinks_;
 };
 
 }  // namespace tierkv::testing

@@ -57,6 +57,12 @@ inline cudaError_t cudaFree(void* p) {
   std::free(p);
   return cudaSuccess;
 }
+inline cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t) {
+  return cudaMalloc(p, bytes);
+}
+inline cudaError_t cudaFreeAsync(void* p, cudaStream_t) {
+  return cudaFree(p);
+}
 inline cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
   return cudaMalloc(p, bytes);
 }
