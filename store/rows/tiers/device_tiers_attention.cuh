@@ -11,6 +11,7 @@
 #include "gpu/cuda_device.cuh"
 #include "gpu/launch.cuh"
 #include "gpu/pdl.cuh"
+#include "store/place/device/batch_book.h"
 #include "store/rows/device_memory.cuh"
 #include "store/rows/tiers/device_tiers_codes.cuh"
 #include "store/rows/tiers/tiers_rows.h"
@@ -43,15 +44,11 @@ inline __global__ void __launch_bounds__(kTiersThreads)
   c.tokens[c.view.pages.row(slot, layer, kv_head)] = tokens;
 }
 
-// There are two plans: of calls that run at once, and of calls that are captured in a graph, whose
-// replays write theirs again.
-inline constexpr int32_t kTiersPlans = 2;
-
 // Layers whose pages have the formats of one config.
 struct TiersAttention {
   AttentionConfig config;                // of one query
   AttentionGrid grids[kMaxQueryTokens];  // by queries
-  AttentionWorkspace workspaces[kTiersPlans];
+  AttentionWorkspace workspaces[kBatchMemories];
 
   AttentionConfig of_queries(int32_t q_len) const {
     AttentionConfig c = config;
@@ -236,7 +233,7 @@ class DeviceTiersAttention {
   std::vector<uint8_t> is_raw_layer_;   // [num_layers]
   std::vector<uint8_t> class_of_head_;  // [num_layers * num_kv_heads], 0 in raw layers
   DeviceStoreView view_;
-  SideCounts* tokens_[kTiersPlans] = {};  // [table rows], by plan
+  SideCounts* tokens_[kBatchMemories] = {};  // [table rows]
   uint16_t *q_ = nullptr, *out_ = nullptr;
   float* lse_ = nullptr;
 };
