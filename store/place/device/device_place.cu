@@ -250,19 +250,10 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   RawAttendCall raw = attend_call(call);
   if (*has_bodies) raw.body_lse = body_lse_;
   const auto rows = static_cast<uint32_t>(moves.size() * raw.num_kv_heads);
-  const auto launch = [&](void (*kernel)(RawAttendCall), size_t shared_bytes) {
-    return launch_after_previous(kernel, rows, kAttendThreads, shared_bytes, stream_, raw);
-  };
-  switch (raw.raw.head_dim) {
-    case 64:
-      return launch(raw_attend_kernel<64>, sizeof(RawAttendShared<64>));
-    case 96:
-      return launch(raw_attend_kernel<96>, sizeof(RawAttendShared<96>));
-    case 128:
-      return launch(raw_attend_kernel<128>, sizeof(RawAttendShared<128>));
-    default:
-      return launch(raw_attend_kernel<256>, sizeof(RawAttendShared<256>));
-  }
+  return with_head_dim(raw.raw.head_dim, [&](auto dim) {
+    return launch_after_previous(raw_attend_kernel<dim>, rows, kAttendThreads,
+                                 sizeof(RawAttendShared<dim>), stream_, raw);
+  });
 }
 
 Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {

@@ -210,16 +210,8 @@ class PlannedCodedRows : public AttendedCodedRows {
   }
 
   Status encode_group(const CodedCall& call, bool writes) {
-    switch (head_dim()) {
-      case 64:
-        return encode_group_of<2>(call, writes);
-      case 96:
-        return encode_group_of<3>(call, writes);
-      case 128:
-        return encode_group_of<4>(call, writes);
-      default:
-        return encode_group_of<8>(call, writes);
-    }
+    return with_head_dim(head_dim(),
+                         [&](auto dim) { return encode_group_of<dim / kWarpLanes>(call, writes); });
   }
 
   template <int32_t kPer>

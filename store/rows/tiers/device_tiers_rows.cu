@@ -49,8 +49,6 @@ class DeviceTiersRows final : public DeviceRowFormat {
   TiersCall call_of(const DeviceWorks& works) const;
   template <class Kernel>
   Status launch(Kernel kernel, int64_t warps, const TiersCall& call, const char* what) const;
-  template <int32_t kDim>
-  Status write_tiles(const TiersCall& call) const;
 
   StoreConfig config_;
   const TiersRows& rows_;
@@ -138,25 +136,13 @@ Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
   if (works.most_leaving <= kMaxStepTokens) {
     return launch(write_tiers_kernel, rows * works.most_leaving, call, "tiers");
   }
-  switch (config_.layout.head_dim) {
-    case 64:
-      return write_tiles<64>(call);
-    case 96:
-      return write_tiles<96>(call);
-    case 128:
-      return write_tiles<128>(call);
-    default:
-      return write_tiles<256>(call);
-  }
-}
-
-template <int32_t kDim>
-Status DeviceTiersRows::write_tiles(const TiersCall& call) const {
-  const int64_t warps = int64_t{2} * call.num_rows * most_tiles(call.works.most_leaving);
+  const int64_t warps = int64_t{2} * call.num_rows * most_tiles(works.most_leaving);
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
-  return launch_after_previous(write_tiers_tiles_kernel<kDim>, ctas_of(warps), kTiersThreads,
-                               kTiersWarps * kTiersTileBytes<kDim>, stream_, call)
-      .with_context("tiles of tiers");
+  return with_head_dim(config_.layout.head_dim, [&](auto dim) {
+    return launch_after_previous(write_tiers_tiles_kernel<dim>, ctas_of(warps), kTiersThreads,
+                                 kTiersWarps * kTiersTileBytes<dim>, stream_, call)
+        .with_context("tiles of tiers");
+  });
 }
 
 Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {

@@ -154,8 +154,11 @@ struct Call {
         for (int32_t h = 0; h < heads; ++h) {
           const int64_t at = ((i * chunk + t) * heads + h) * dim;
           if (p < config.sink_tokens) continue;
-          work.tokens->read(Component::kKey, h, p, 1, k.data() + at);
-          work.tokens->read(Component::kValue, h, p, 1, v.data() + at);
+          std::vector<float> x(dim);
+          work.tokens->read(Component::kKey, h, p, 1, x.data());
+          std::transform(x.begin(), x.end(), k.begin() + at, float_to_half);
+          work.tokens->read(Component::kValue, h, p, 1, x.data());
+          std::transform(x.begin(), x.end(), v.begin() + at, float_to_half);
           const Importance importance = work.tokens->importance(h, p);
           significance[(i * heads + h) * chunk + t] = importance.value;
           known |= importance.kind != ImportanceKind::kUnknown;
