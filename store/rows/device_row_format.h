@@ -122,6 +122,18 @@ struct DeviceAttendBody {
   bool new_plan = false;     // the first layer since a step began: works are to be cut anew
 };
 
+// Body positions of one (sequence, layer) as finished keys and values.
+struct DeviceRead {
+  int32_t slot = 0, layer = 0;
+  int32_t body_end = 0;
+  Positions range;
+  DType dtype = DType::kFloat16;  // or kBFloat16
+  uint16_t* k = nullptr;          // device [range, num_kv_heads, head_dim]
+  uint16_t* v = nullptr;
+
+  TKV_HD uint16_t* of(Component c) const { return c == Component::kKey ? k : v; }
+};
+
 class DeviceRowFormat {
  public:
   virtual ~DeviceRowFormat() = default;
@@ -154,9 +166,7 @@ class DeviceRowFormat {
   // Attention over the bodies of a layer: out is normalised, lse natural, as merge_attention()
   // takes them. Bodies lie before the window, so every query sees all of them.
   virtual Status attend(const DeviceAttendBody& call) = 0;
-  // Body positions [first, end) of one (sequence, layer), finished keys and values, fp16 or bf16,
-  // to [end - first, num_kv_heads, head_dim].
-  virtual Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) = 0;
+  virtual Status read(const DeviceRead& call) = 0;
 
   // Positions [first, end), end the body's after a truncation to less than it was, go back to the
   // ring: fp16 values and RawScores, for all kv_heads, as truncate() of the host place does.

@@ -20,24 +20,12 @@
 
 namespace tierkv::store {
 
-// Body positions of all kv_heads of a layer: [count, num_kv_heads, head_dim].
-struct ReadTarget {
-  int32_t slot = 0, layer = 0;
-  int32_t body_end = 0;
-  Positions range;
-  DType dtype = DType::kFloat16;
-  uint16_t* k = nullptr;
-  uint16_t* v = nullptr;
-
-  TKV_HD uint16_t* of(Component c) const { return c == Component::kKey ? k : v; }
-};
-
 // Ranges of a fixed layer for decode_weighted_items(); empty ones where it is not fixed. A thread
 // for a kv_head and component.
 struct MakeReadRanges {
   static constexpr int32_t kThreads = 128;
   CodedDevice device;
-  ReadTarget to;
+  DeviceRead to;
   WeightedRange* ranges = nullptr;  // [2, num_kv_heads]
 
   __device__ void operator()(uint8_t*) const {
@@ -70,7 +58,7 @@ struct DecodeRanges {
 struct ReadRawTokens {
   static constexpr int32_t kThreads = 256;
   CodedDevice device;
-  ReadTarget to;
+  DeviceRead to;
 
   __device__ void operator()(uint8_t*) const {
     if (device.is_fixed(to.slot, to.layer)) return;
@@ -95,7 +83,7 @@ struct ReadRawTokens {
 struct RestoreTokens {
   static constexpr int32_t kThreads = 256;
   CodedDevice device;
-  ReadTarget from;
+  DeviceRead from;
 
   __device__ void operator()(uint8_t*) const {
     const int32_t heads = device.heads(), dims = device.shape.head_dim;
@@ -136,56 +124,7 @@ class DeviceCodedRows final : public PlannedCodedRows {
  public:
   using PlannedCodedRows::PlannedCodedRows;
 
-  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override {
-    return read_to({at.slot, at.layer, at.from.body_end, range, dtype, static_cast<uint16_t*>(k),
-                    static_cast<uint16_t*>(v)});
-  }
-
-  // The tokens of less than a block fit into staging memory.
-  Status restore(const LayerMove& move, Positions range) override {
-    if (range.count() <= 0) return Status::ok();
-    const ReadTarget to = {move.slot,
-                           move.layer,
-                           move.from.body_end,
-                           range,
-                           DType::kFloat16,
-                           scratch_.staged(Component::kKey, 0),
-                           scratch_.staged(Component::kValue, 0)};
-    if (Status s = read_to(to); !s) return s;
-    return run(RestoreTokens{device_, to}, int64_t{range.count()} * heads() * head_dim(), 1024);
-  }
-
-  Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
-    Result<CodedCall> call = call_of(works, 1);
-    if (!call) return call.status();
-    call->counts = counts;
-    return run(CutCounts{*call}, works.entries(), CutCounts::kThreads);
-  }
-
-  Status cut(const DeviceWorks& works, const PageCopy* copies) override {
-    for (const int32_t slot : std::exchange(copies_, {})) {
-      const MakeRowTables make{device_, nullptr, 0, slot, 1, 0, layers()};
-      Status s = run(make, layers() * heads(), MakeRowTables::kThreads / kWarpLanes);
-      if (!s) return s;
-    }
-    if (copies == nullptr) return Status::ok();
-    Result<CodedCall> call = call_of(works, 1);
-    if (!call) return call.status();
-    call->copies = copies;
-    return run(RelocateBlocks{*call}, int64_t{works.entries()} * heads() * 2,
-               RelocateBlocks::kThreads / kWarpLanes);
-  }
-
-  void forked(int32_t from, int32_t to) override {
-    for (int32_t l = 0; l < layers(); ++l) {
-      state_of(from, l).shares = true;
-      state_of(to, l) = state_of(from, l);
-    }
-    if (per_slot_) copies_.push_back(to);
-  }
-
- private:
-  Status read_to(const ReadTarget& to) {
+  Status read(const DeviceRead& to) override {
     const int64_t elements = int64_t{to.range.count()} * heads() * head_dim();
     if (Status s = run(ReadRawTokens{device_, to}, elements, 1024); !s) return s;
     const DeviceLayer& layer = host_layers_[to.layer];
@@ -220,6 +159,50 @@ class DeviceCodedRows final : public PlannedCodedRows {
     return Status::ok();
   }
 
+  // The tokens of less than a block fit into staging memory.
+  Status restore(const LayerMove& move, Positions range) override {
+    if (range.count() <= 0) return Status::ok();
+    const DeviceRead to = {move.slot,
+                           move.layer,
+                           move.from.body_end,
+                           range,
+                           DType::kFloat16,
+                           scratch_.staged(Component::kKey, 0),
+                           scratch_.staged(Component::kValue, 0)};
+    if (Status s = read(to); !s) return s;
+    return run(RestoreTokens{device_, to}, int64_t{range.count()} * heads() * head_dim(), 1024);
+  }
+
+  Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
+    Result<CodedCall> call = call_of(works, 1);
+    if (!call) return call.status();
+    call->counts = counts;
+    return run(CutCounts{*call}, works.entries(), CutCounts::kThreads);
+  }
+
+  Status cut(const DeviceWorks& works, const PageCopy* copies) override {
+    for (const int32_t slot : std::exchange(copies_, {})) {
+      const MakeRowTables make{device_, nullptr, 0, slot, 1, 0, layers()};
+      Status s = run(make, layers() * heads(), MakeRowTables::kThreads / kWarpLanes);
+      if (!s) return s;
+    }
+    if (copies == nullptr) return Status::ok();
+    Result<CodedCall> call = call_of(works, 1);
+    if (!call) return call.status();
+    call->copies = copies;
+    return run(RelocateBlocks{*call}, int64_t{works.entries()} * heads() * 2,
+               RelocateBlocks::kThreads / kWarpLanes);
+  }
+
+  void forked(int32_t from, int32_t to) override {
+    for (int32_t l = 0; l < layers(); ++l) {
+      state_of(from, l).shares = true;
+      state_of(to, l) = state_of(from, l);
+    }
+    if (per_slot_) copies_.push_back(to);
+  }
+
+ private:
   std::vector<int32_t> copies_;  // slots that became copies; their row tables are not made yet
 };
 

@@ -56,15 +56,9 @@ __global__ void __launch_bounds__(kTiersThreads)
 
 // ---- read ----
 
-// Body positions of one (sequence, layer) to rows of an array.
-struct TiersRead {
+struct TiersRead : DeviceRead {
   DeviceStoreView view;
   TiersCodes codes;
-  int32_t slot = 0, layer = 0;
-  Positions range;  // inside the body
-  DType dtype = DType::kFloat16;
-  uint16_t* k = nullptr;  // [range, num_kv_heads, head_dim]
-  uint16_t* v = nullptr;
   SideTokens* groups = nullptr;  // scratch, [num_kv_heads, groups_of_row]
   int32_t groups_of_row = 0;     // up to that of range.end
 };
@@ -129,7 +123,7 @@ __global__ void __launch_bounds__(kTiersThreads)
         if (part == 0) add_mean(at.key_mean(), 1.0f, head_dim, x);
       }
     }
-    store_row(x, r.dtype, head_dim, (part == 0 ? r.k : r.v) + int64_t{warp} * head_dim);
+    store_row(x, r.dtype, head_dim, r.of(component) + int64_t{warp} * head_dim);
   }
 }
 

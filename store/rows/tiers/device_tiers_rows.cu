@@ -32,7 +32,7 @@ class DeviceTiersRows final : public DeviceRowFormat {
   Status attend(const DeviceAttendBody& call) override {
     return attention_.attend(call, codes_, stream_);
   }
-  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override;
+  Status read(const DeviceRead& call) override;
 
   // Bodies are cut at any token, so that nothing goes back to the ring.
   Status restore(const LayerMove&, Positions range) override {
@@ -157,20 +157,11 @@ Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
   return launch(cut_tiers_kernel, rows_of(works), call_of(works), "cut of tiers");
 }
 
-Status DeviceTiersRows::read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) {
-  if (range.count() <= 0) return Status::ok();
-  TiersRead r;
-  r.view = view_;
-  r.codes = codes_;
-  r.slot = at.slot;
-  r.layer = at.layer;
-  r.range = range;
-  r.dtype = dtype;
-  r.k = static_cast<uint16_t*>(k);
-  r.v = static_cast<uint16_t*>(v);
-  r.groups = scratch_.groups;
-  r.groups_of_row = (range.end + kGroupPositions - 1) / kGroupPositions;
-  const int64_t heads = config_.layout.num_kv_heads, warps = range.count() * heads;
+Status DeviceTiersRows::read(const DeviceRead& call) {
+  if (call.range.count() <= 0) return Status::ok();
+  const TiersRead r = {call, view_, codes_, scratch_.groups,
+                       (call.range.end + kGroupPositions - 1) / kGroupPositions};
+  const int64_t heads = config_.layout.num_kv_heads, warps = call.range.count() * heads;
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
   const Status counted =
       launch_after_previous(count_groups_kernel, ctas_of(heads), kTiersThreads, 0, stream_, r);

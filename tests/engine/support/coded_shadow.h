@@ -327,8 +327,9 @@ class Shadowed final : public RowFormat {
     const DType dtype = first % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
     std::vector<uint16_t> got[2];
     for (auto& x : got) x.resize(static_cast<size_t>(end - first) * heads * dim, 0x7e00);
-    const LayerMove move = {layer.slot, layer.layer, layer.at, layer.at};
-    ASSERT_TRUE(device_->read(move, {first, end}, dtype, got[0].data(), got[1].data()));
+    const DeviceRead to = {layer.slot, layer.layer,   layer.at.body_end, {first, end},
+                           dtype,      got[0].data(), got[1].data()};
+    ASSERT_TRUE(device_->read(to));
     for (int32_t i = 0; i < (end - first) * dim; ++i) {
       const int32_t at = (i / dim * heads + kv_head) * dim + i % dim;
       ASSERT_EQ(got[0][at], rounded(dtype, k[i])) << "position " << first + i / dim;
