@@ -52,7 +52,7 @@ Result<SequenceId> KvStore::add_sequence() {
   const Result<int32_t> slot = engine_->sequences.free_slot();
   if (!slot) return slot.status();
   if (Status s = engine_->place->open(*slot); !s) return s;
-  return engine_->sequences.claim(*slot, {});
+  return engine_->sequences.claim(*slot);
 }
 
 // A step is compressed here for all layers at once, a longer chunk layer by layer in append().
@@ -102,7 +102,7 @@ Result<SequenceId> KvStore::fork(SequenceId source) {
   if (!to) return to.status();
   store::LayerMoves layers = engine_->sequences.layers_of(*from);
   if (Status s = engine_->place->fork(*from, *to, layers); !s) return s;
-  const SequenceId id = engine_->sequences.claim(*to, {});
+  const SequenceId id = engine_->sequences.claim(*to);
   for (store::LayerMove& move : layers) move.slot = *to;
   engine_->sequences.commit(layers);
   engine_->sequences.set_tokens(*to, engine_->sequences.tokens(*from));
@@ -186,7 +186,7 @@ Result<SequenceId> KvStore::import_sequence(const uint8_t* bytes, size_t size) {
   const Result<int32_t> slot = engine_->sequences.free_slot();
   if (!slot) return slot.status();
   if (Status s = engine_->place->import_parts(*slot, *parts); !s) return s;
-  const SequenceId id = engine_->sequences.claim(*slot, {});
+  const SequenceId id = engine_->sequences.claim(*slot);
   store::LayerMoves layers = engine_->sequences.layers_of(*slot);
   for (store::LayerMove& move : layers) move.to = parts->layers[move.layer];
   engine_->sequences.commit(layers);

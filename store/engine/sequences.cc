@@ -42,10 +42,10 @@ Result<int32_t> Sequences::free_slot() const {
                 "all " + std::to_string(entries_.size()) + " sequences are open");
 }
 
-SequenceId Sequences::claim(int32_t slot, LayerTokens at) {
+SequenceId Sequences::claim(int32_t slot) {
   entries_[slot].is_open = true;
-  entries_[slot].tokens = at.tokens;
-  for (int32_t l = 0; l < config_->layout.num_layers; ++l) layer(slot, l) = at;
+  entries_[slot].tokens = 0;
+  for (int32_t l = 0; l < config_->layout.num_layers; ++l) layer(slot, l) = {};
   ++open_;
   return {slot, entries_[slot].generation};
 }

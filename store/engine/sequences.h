@@ -21,7 +21,7 @@ class Sequences {
 
   // The least free slot; kOutOfRange when there is none. Nothing is claimed.
   Result<int32_t> free_slot() const;
-  SequenceId claim(int32_t slot, LayerTokens at);
+  SequenceId claim(int32_t slot);  // empty
   void release(int32_t slot);
 
   // kStaleSequence.

@@ -13,13 +13,9 @@ namespace {
 using store::kMaxSinkTokens;
 using store::kMaxWindowTokens;
 
-Status refuse(StatusCode code, const std::string& why) {
-  return Status(code, why);
-}
-
 Status check_range(const char* name, int64_t x, int64_t least, int64_t most) {
   if (x >= least && x <= most) return Status::ok();
-  return refuse(StatusCode::kInvalidArgument, std::string(name) + ": " + std::to_string(x) +
+  return Status(StatusCode::kInvalidArgument, std::string(name) + ": " + std::to_string(x) +
                                                   " is not " + std::to_string(least) + " to " +
                                                   std::to_string(most));
 }
@@ -27,10 +23,10 @@ Status check_range(const char* name, int64_t x, int64_t least, int64_t most) {
 Status check_layout(const CacheLayout& layout) {
   if (Status s = layout.validate(); !s) return s.with_context("layout");
   if (layout.dtype == DType::kFloat32) {
-    return refuse(StatusCode::kUnsupported, "layout.dtype: float32");
+    return Status(StatusCode::kUnsupported, "layout.dtype: float32");
   }
   if (!has_page_layout(layout.head_dim)) {
-    return refuse(StatusCode::kUnsupported, "layout.head_dim: " + std::to_string(layout.head_dim) +
+    return Status(StatusCode::kUnsupported, "layout.head_dim: " + std::to_string(layout.head_dim) +
                                                 "; a store needs 64, 96, 128 or 256");
   }
   return Status::ok();
@@ -40,7 +36,7 @@ Status check_raw_layers(const StoreConfig& config) {
   int32_t before = -1;
   for (const int32_t layer : config.raw_layers) {
     if (layer <= before || layer >= config.layout.num_layers) {
-      return refuse(StatusCode::kInvalidArgument,
+      return Status(StatusCode::kInvalidArgument,
                     "raw_layers: they must ascend and be below num_layers");
     }
     before = layer;
@@ -51,7 +47,7 @@ Status check_raw_layers(const StoreConfig& config) {
 Status check_rope(const StoreConfig& config) {
   const size_t count = config.rope.size();
   if (count > 1 && count != static_cast<size_t>(config.layout.num_layers)) {
-    return refuse(StatusCode::kInvalidArgument, "rope: one of all layers, or num_layers");
+    return Status(StatusCode::kInvalidArgument, "rope: one of all layers, or num_layers");
   }
   for (const Rope& rope : config.rope) {
     if (Status s = rope.validate(config.layout.head_dim); !s) return s.with_context("rope");
@@ -68,7 +64,7 @@ Status check_profile(const StoreConfig& config) {
     const Rope* known = profile.rope_of(l);
     const Rope& given = config.rope[config.rope.size() == 1 ? 0 : l];
     if (known != nullptr && *known != given) {
-      s = refuse(StatusCode::kInvalidArgument,
+      s = Status(StatusCode::kInvalidArgument,
                  "its rotation of layer " + std::to_string(l) + " is not rope's");
     }
   }
@@ -87,7 +83,7 @@ Status StoreConfig::validate() const {
   if (Status s = check_range("memory_bytes", memory_bytes, 1, int64_t{1} << 46); !s) return s;
   if (Status s = check_range("page_bytes", page_bytes, 0, kMaxPageBytes); !s) return s;
   if (page_bytes % kPageAlignment != 0) {
-    return refuse(StatusCode::kInvalidArgument, "page_bytes: not a multiple of 128");
+    return Status(StatusCode::kInvalidArgument, "page_bytes: not a multiple of 128");
   }
   if (Status s = check_raw_layers(*this); !s) return s;
   if (Status s = check_rope(*this); !s) return s;
@@ -146,13 +142,13 @@ Result<StoreLayout> store_layout(const StoreConfig& config, const RowFormat& for
   const int64_t left = config.memory_bytes - fixed - at.slot_bytes * config.max_sequences;
   const int64_t pages = (left - 4096) / per_page;
   if (left < 4096 + per_page) {
-    return refuse(StatusCode::kOutOfRange,
+    return Status(StatusCode::kOutOfRange,
                   "memory_bytes: " + std::to_string(config.memory_bytes) + " is too little; " +
                       std::to_string(config.max_sequences) + " sequences take " +
                       std::to_string(config.memory_bytes - left) + " without their pages");
   }
   if (pages > sizes.most_pages) {
-    return refuse(StatusCode::kOutOfRange, "memory_bytes: the format can address " +
+    return Status(StatusCode::kOutOfRange, "memory_bytes: the format can address " +
                                                std::to_string(sizes.most_pages * sizes.page_bytes) +
                                                " bytes of pages");
   }

@@ -104,23 +104,16 @@ RawScore read_score(const RawRows& rows, const uint8_t* row, int32_t position) {
   return score;
 }
 
-void RawTokens::read(Component c, int32_t kv_head, int32_t first, int32_t count,
-                     uint16_t* out) const {
-  const int32_t dim = rows_->layout.head_dim;
-  for (int32_t p = first; p < first + count; ++p, out += dim) {
-    if (p < at_.tokens) {
-      read_raw(*rows_, raw_ + int64_t{kv_head} * rows_->layout.row_bytes, c, p, out);
-    } else {
-      to_half(chunk_->dtype, chunk_token(*chunk_, c, kv_head, p, dim), dim, out);
-    }
-  }
-}
-
 void RawTokens::read(Component c, int32_t kv_head, int32_t first, int32_t count, float* out) const {
+  const int32_t dim = rows_->layout.head_dim;
   uint16_t token[kMaxHeadDim];
   for (int32_t p = first; p < first + count; ++p) {
-    read(c, kv_head, p, 1, token);
-    for (int32_t d = 0; d < rows_->layout.head_dim; ++d) *out++ = half_to_float(token[d]);
+    if (p < at_.tokens) {
+      read_raw(*rows_, raw_ + int64_t{kv_head} * rows_->layout.row_bytes, c, p, token);
+    } else {
+      to_half(chunk_->dtype, chunk_token(*chunk_, c, kv_head, p, dim), dim, token);
+    }
+    for (int32_t d = 0; d < dim; ++d) *out++ = half_to_float(token[d]);
   }
 }
 

@@ -74,7 +74,6 @@ class RawTokens {
       : rows_(&rows), raw_(raw), at_(at), chunk_(chunk) {}
 
   // Raw positions first .. first + count - 1: sinks, ring or chunk. out: [count, head_dim].
-  void read(Component c, int32_t kv_head, int32_t first, int32_t count, uint16_t* out) const;
   void read(Component c, int32_t kv_head, int32_t first, int32_t count, float* out) const;
   Importance importance(int32_t kv_head, int32_t position) const;
 

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "store/engine/tokens.h"
@@ -121,6 +122,18 @@ struct DeviceAttendBody {
   bool new_plan = false;     // the first layer since a step began: works are to be cut anew
 };
 
+// Body positions of one (sequence, layer) as finished keys and values.
+struct DeviceRead {
+  int32_t slot = 0, layer = 0;
+  int32_t body_end = 0;
+  Positions range;
+  DType dtype = DType::kFloat16;  // or kBFloat16
+  uint16_t* k = nullptr;          // device [range, num_kv_heads, head_dim]
+  uint16_t* v = nullptr;
+
+  TKV_HD uint16_t* of(Component c) const { return c == Component::kKey ? k : v; }
+};
+
 class DeviceRowFormat {
  public:
   virtual ~DeviceRowFormat() = default;
@@ -153,9 +166,7 @@ class DeviceRowFormat {
   // Attention over the bodies of a layer: out is normalised, lse natural, as merge_attention()
   // takes them. Bodies lie before the window, so every query sees all of them.
   virtual Status attend(const DeviceAttendBody& call) = 0;
-  // Body positions [first, end) of one (sequence, layer), finished keys and values, fp16 or bf16,
-  // to [end - first, num_kv_heads, head_dim].
-  virtual Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) = 0;
+  virtual Status read(const DeviceRead& call) = 0;
 
   // Positions [first, end), end the body's after a truncation to less than it was, go back to the
   // ring: fp16 values and RawScores, for all kv_heads, as truncate() of the host place does.
@@ -186,6 +197,21 @@ class DeviceRowFormat {
     return Status::ok();
   }
 };
+
+// call(head_dim as a constant), of those that a store may have.
+template <class Call>
+auto with_head_dim(int32_t head_dim, const Call& call) {
+  switch (head_dim) {
+    case 64:
+      return call(std::integral_constant<int32_t, 64>{});
+    case 96:
+      return call(std::integral_constant<int32_t, 96>{});
+    case 128:
+      return call(std::integral_constant<int32_t, 128>{});
+    default:
+      return call(std::integral_constant<int32_t, 256>{});
+  }
+}
 
 // `host` is the same format in host memory, bound to no pages; it outlives the result.
 Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,

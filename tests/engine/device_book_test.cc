@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "store/place/device/batch_book.h"
-#include "store/place/device/free_pages.h"
 
 namespace tierkv::store {
 namespace {

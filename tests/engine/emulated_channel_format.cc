@@ -42,24 +42,15 @@ class EmulatedChannelFormat final : public EmulatedFormat {
     });
     return Status::ok();
   }
-  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override {
-    ChannelRead r;
-    r.view = view_;
-    r.body = rows_.body();
-    r.slot = at.slot;
-    r.layer = at.layer;
-    r.is_raw = rows_.is_raw_layer()[at.layer] != 0;
-    r.range = range;
-    r.dtype = dtype;
-    r.k = k;
-    r.v = v;
-    const int32_t values = range.count() * view_.num_kv_heads * view_.head_dim;
+  Status read(const DeviceRead& to) override {
+    const ChannelRead r = {to, view_, rows_.body(), rows_.is_raw_layer()[to.layer] != 0};
+    const int32_t values = to.range.count() * view_.num_kv_heads * view_.head_dim;
     run((values + kChannelThreads - 1) / kChannelThreads, kChannelThreads,
         [&] { read_channel_kernel(r); });
     return Status::ok();
   }
   Status restore(const LayerMove& move, Positions range) override {
-    return read(move, range, DType::kFloat16, nullptr, nullptr);
+    return read({move.slot, move.layer, move.from.body_end, range});
   }
   Status attend(const DeviceAttendBody& call) override {
     StatusCode status = StatusCode::kOk;

@@ -60,21 +60,13 @@ class EmulatedTiersFormat final : public EmulatedFormat {
         return write_tiles<256>();
     }
   }
-  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override {
-    TiersRead r;
-    r.view = view_;
-    r.codes = codes_;
-    r.slot = at.slot;
-    r.layer = at.layer;
-    r.range = range;
-    r.dtype = dtype;
-    r.k = static_cast<uint16_t*>(k);
-    r.v = static_cast<uint16_t*>(v);
-    r.groups_of_row = (range.end + kGroupPositions - 1) / kGroupPositions;
+  Status read(const DeviceRead& to) override {
+    TiersRead r = {to, view_, codes_, nullptr,
+                   (to.range.end + kGroupPositions - 1) / kGroupPositions};
     groups_.assign(size_t{1} * view_.num_kv_heads * r.groups_of_row, {{-999, -999}});
     r.groups = groups_.data();
     run_warps(view_.num_kv_heads, [&] { count_groups_kernel(r); });
-    run_warps(range.count() * view_.num_kv_heads, [&] { read_tiers_kernel(r); });
+    run_warps(to.range.count() * view_.num_kv_heads, [&] { read_tiers_kernel(r); });
     return Status::ok();
   }
   // No kernel: a plain softmax over what read() gives, where nothing is pruned.
@@ -84,12 +76,14 @@ class EmulatedTiersFormat final : public EmulatedFormat {
       if (c.alpha_low > 0) return missing();
     }
     for (int32_t i = 0; i < call.count; ++i) {
-      const LayerMove at = {call.slots[i], call.layer, call.at[i], {}};
       const Positions body = {view_.laws.sink_tokens, call.at[i].body_end};
       const size_t values = size_t{1} * most(0, body.count()) * view_.num_kv_heads * dim();
       std::vector<uint16_t> k(values), v(values);
       if (values > 0) {
-        if (Status s = read(at, body, DType::kFloat16, k.data(), v.data()); !s) return s;
+        const DeviceRead to = {call.slots[i], call.layer,      call.at[i].body_end,
+                               body,          DType::kFloat16, k.data(),
+                               v.data()};
+        if (Status s = read(to); !s) return s;
       }
       for (int32_t line = 0; line < call.q_len * config_.layout.num_q_heads; ++line) {
         attend_line(call, i * call.q_len * config_.layout.num_q_heads + line, k, v);

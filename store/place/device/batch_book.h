@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What calls have left on the device for later ones, by the host's knowledge: the batch of
-// sequences, counts derived for it, and the plan of attention.
+// What the host knows of a device that it does not wait for: what calls have left there for later
+// ones (the batch of sequences, counts derived for it, the plan of attention), and the free pages.
 //
 // There are two memories: of calls that run at once, and of calls that are captured in a graph. A
 // graph writes its own again in every replay, of which the host may learn nothing, so they never
@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <vector>
 
 namespace tierkv::store {
@@ -90,6 +91,40 @@ class BatchBook {
   int32_t num_layers_;
   int32_t index_ = 0;
   Content contents_[kBatchMemories];
+};
+
+// The free pages of the device: a lower bound.
+class FreePages {
+ public:
+  // published: mapped host memory, written by commit_kernel() (CommitCall::published).
+  void set(const volatile uint64_t* published) { published_ = published; }
+
+  // A page operation was enqueued, or will be replayed, that takes `at_most` pages.
+  void enqueue(int64_t at_most) {
+    pending_.push_back({++enqueued_, at_most});
+    taken_ += at_most;
+  }
+  // Pages that are free for sure once everything enqueued has run.
+  int64_t at_least() {
+    const uint64_t word = *published_;
+    const auto next = static_cast<uint32_t>(word);
+    while (!pending_.empty() && static_cast<int32_t>(next - pending_.front().number) > 0) {
+      taken_ -= pending_.front().at_most;
+      pending_.pop_front();
+    }
+    return static_cast<int64_t>(word >> 32) - taken_;
+  }
+
+ private:
+  // The number of an operation is OpState::op_number when it begins, from 1.
+  struct Operation {
+    uint32_t number;
+    int64_t at_most;
+  };
+  const volatile uint64_t* published_ = nullptr;
+  uint32_t enqueued_ = 0;
+  int64_t taken_ = 0;
+  std::deque<Operation> pending_;
 };
 
 }  // namespace tierkv::store

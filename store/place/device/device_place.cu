@@ -217,24 +217,6 @@ Status DevicePlace::append_chunk(const LayerAppend& call, const LayerMoves& move
   return leaves ? commit(nullptr, true) : Status::ok();
 }
 
-RawAttendCall DevicePlace::attend_call(const LayerAttend& call) {
-  const CacheLayout& layout = config_.layout;
-  auto raw = raw_call<RawAttendCall>(call.layer);
-  raw.slots = batch().slots;
-  raw.at = batch().at + int64_t{call.layer} * config_.max_sequences;
-  raw.group = layout.group_size();
-  raw.q_len = call.q_len;
-  raw.q = static_cast<const uint16_t*>(call.q);
-  raw.out = static_cast<uint16_t*>(call.out);
-  raw.lse = call.lse;
-  raw.sinks = call.sinks;
-  raw.sm_scale = static_cast<float>(layout.sm_scale);
-  raw.dtype = call.dtype;
-  raw.prunes = prunes_;
-  raw.count_query = call.count_query;
-  return raw;
-}
-
 // out and body_lse_ of the bodies; false: none of the sequences has one.
 Result<bool> DevicePlace::attend_bodies(const LayerAttend& call, const LayerMoves& moves) {
   bool has_bodies = book_.is_captured();
@@ -282,22 +264,25 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   }
   const Result<bool> has_bodies = attend_bodies(call, moves);
   if (!has_bodies) return has_bodies.status();
-  RawAttendCall raw = attend_call(call);
-  if (*has_bodies) raw.body_lse = body_lse_;
+  auto raw = raw_call<RawAttendCall>(call.layer);
+  raw.slots = batch().slots;
+  raw.at = batch().at + int64_t{call.layer} * config_.max_sequences;
+  raw.group = config_.layout.group_size();
+  raw.q_len = call.q_len;
+  raw.q = static_cast<const uint16_t*>(call.q);
+  raw.out = static_cast<uint16_t*>(call.out);
+  raw.lse = call.lse;
+  raw.sinks = call.sinks;
+  raw.sm_scale = static_cast<float>(config_.layout.sm_scale);
+  raw.dtype = call.dtype;
+  raw.prunes = prunes_;
+  raw.count_query = call.count_query;
+  raw.body_lse = *has_bodies ? body_lse_ : nullptr;
   const auto rows = static_cast<uint32_t>(moves.size() * raw.num_kv_heads);
-  const auto launch = [&](void (*kernel)(RawAttendCall), size_t shared_bytes) {
-    return launch_after_previous(kernel, rows, kAttendThreads, shared_bytes, stream_, raw);
-  };
-  switch (raw.raw.head_dim) {
-    case 64:
-      return launch(raw_attend_kernel<64>, sizeof(RawAttendShared<64>));
-    case 96:
-      return launch(raw_attend_kernel<96>, sizeof(RawAttendShared<96>));
-    case 128:
-      return launch(raw_attend_kernel<128>, sizeof(RawAttendShared<128>));
-    default:
-      return launch(raw_attend_kernel<256>, sizeof(RawAttendShared<256>));
-  }
+  return with_head_dim(raw.raw.head_dim, [&](auto dim) {
+    return launch_after_previous(raw_attend_kernel<dim>, rows, kAttendThreads,
+                                 sizeof(RawAttendShared<dim>), stream_, raw);
+  });
 }
 
 Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
@@ -323,7 +308,8 @@ Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
   const Positions body = {std::max(range.first, sinks), std::min(range.end, move.from.body_end)};
   if (body.count() <= 0) return Status::ok();
   const int64_t at = int64_t{body.first - range.first} * raw.num_kv_heads * config_.layout.head_dim;
-  return format_->read(move, body, range.dtype, raw.k + at, raw.v + at);
+  return format_->read(
+      {move.slot, move.layer, move.from.body_end, body, range.dtype, raw.k + at, raw.v + at});
 }
 
 Status DevicePlace::take_status() {

@@ -16,7 +16,6 @@
 #include "store/engine/engine.h"
 #include "store/place/device/batch_book.h"
 #include "store/place/device/device_kernels.h"
-#include "store/place/device/free_pages.h"
 #include "store/place/host_place.h"
 #include "store/place/place.h"
 #include "store/rows/device_memory.cuh"
@@ -76,7 +75,6 @@ class DevicePlace final : public Place {
   Status append_raw(const RawAppendCall& call, int32_t count);
   // What no begin() has compressed for.
   Status append_chunk(const LayerAppend& call, const LayerMoves& moves, RawAppendCall raw);
-  RawAttendCall attend_call(const LayerAttend& call);
   Result<bool> attend_bodies(const LayerAttend& call, const LayerMoves& moves);
 
   DeviceWorks works_of(const LayerMoves& moves, Positions layers, int32_t tokens);

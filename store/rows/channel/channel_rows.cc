@@ -121,9 +121,7 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>&
       }
       encode(layer, x[0].data(), x[1].data(), blocks.data() + int64_t{i} * bytes);
     }
-    SideCounts counts;
-    counts.of[0] = units_of(layer, end);
-    plan->layers.push_back({{counts}});
+    plan->layers.push_back({counts_of(layer, end)});
     plan->first_block.push_back(first);
     plan->counts.push_back((end - first) * heads);
     plan->blocks.push_back(std::move(blocks));
@@ -156,12 +154,6 @@ void ChannelRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, i
     std::copy_n(keys.data() + skip, int64_t{to - from} * dim, k + at);
     std::copy_n(values.data() + skip, int64_t{to - from} * dim, v + at);
   }
-}
-
-std::vector<SideCounts> ChannelRows::cut_counts(const HostLayer& layer, int32_t body_end) const {
-  SideCounts counts;
-  counts.of[0] = units_of(layer.layer, blocks_of(body_end));
-  return {counts};
 }
 
 int64_t ChannelRows::nominal_bytes(const HostLayer& layer) const {
@@ -208,9 +200,7 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const std::vector<Imp
       }
       plan->bodies.push_back(body);
     }
-    SideCounts counts;
-    counts.of[0] = units_of(layer, end);
-    plan->layers.push_back({{counts}});
+    plan->layers.push_back({counts_of(layer, end)});
     plan->first_block.push_back(0);
     plan->counts.push_back(end * heads);
   }

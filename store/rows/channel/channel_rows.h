@@ -32,7 +32,9 @@ class ChannelRows final : public RowFormat {
   void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
-  std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
+  std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override {
+    return counts_of(layer.layer, blocks_of(body_end));
+  }
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
   int64_t body_bytes(const HostLayer& layer, int32_t) const override {
@@ -56,8 +58,9 @@ class ChannelRows final : public RowFormat {
   bool is_sound(int32_t layer, const uint8_t* block) const;
   int32_t block_bytes(int32_t layer) const { return body_.block_bytes(is_raw(layer)); }
   int32_t blocks_of(int32_t tokens) const { return body_.blocks_of(tokens); }
-  int32_t units_of(int32_t layer, int32_t blocks) const {
-    return body_.units_of(is_raw(layer), blocks);
+  // What the table row of a layer with so many blocks of a row holds.
+  std::vector<SideCounts> counts_of(int32_t layer, int32_t blocks) const {
+    return {SideCounts{{body_.units_of(is_raw(layer), blocks)}}};
   }
   uint8_t* block_at(const HostLayer& layer, int32_t kv_head, int32_t block) const;
   void encode(int32_t layer, const float* k, const float* v, uint8_t* block) const;

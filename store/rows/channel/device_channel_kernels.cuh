@@ -52,9 +52,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   if (entry >= c.num_entries) return;
   const ChannelEntry e = channel_entry(c, entry);
   if (e.blocks.count() == 0) return;
-  SideCounts counts;
-  counts.of[0] = c.body.units_of(e.is_raw, e.blocks.end);
-  c.counts.target[c.view.counts_row(e.at)] = counts;
+  c.counts.target[c.view.counts_row(e.at)] = {{c.body.units_of(e.is_raw, e.blocks.end)}};
 }
 
 // fp16 of a place of a block, whose first position is given. Places of sinks hold the first body
@@ -129,15 +127,10 @@ __global__ void __launch_bounds__(kChannelThreads)
 // ---- read ----
 
 // Body positions of one (sequence, layer): to arrays, or back to the ring.
-struct ChannelRead {
+struct ChannelRead : DeviceRead {  // k null: to the ring
   DeviceStoreView view;
   ChannelBody body;
-  int32_t slot = 0, layer = 0;
   bool is_raw = false;
-  Positions range;
-  DType dtype = DType::kFloat16;
-  void* k = nullptr;  // [range, num_kv_heads, head_dim]; null: to the ring
-  void* v = nullptr;
 };
 
 __device__ __forceinline__ float block_value(const ChannelRead& r, const uint8_t* block,
@@ -162,7 +155,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   for (const Component c : {Component::kKey, Component::kValue}) {
     const float x = block_value(r, block, c, position % tokens, dim);
     if (r.k != nullptr) {
-      store_element(c == Component::kKey ? r.k : r.v, r.dtype, i, x);
+      store_element(r.of(c), r.dtype, i, x);
       continue;
     }
     *reinterpret_cast<uint16_t*>(raw + r.view.raw.ring_byte(c, position, dim)) =

@@ -33,9 +33,9 @@ class DeviceChannelRows final : public DeviceRowFormat {
   Status write(const DeviceWorks& works, const PageCopy* copies) override;
 
   Status attend(const DeviceAttendBody& call) override;
-  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override;
+  Status read(const DeviceRead& call) override;
   Status restore(const LayerMove& move, Positions range) override {
-    return read(move, range, DType::kFloat16, nullptr, nullptr);
+    return read({move.slot, move.layer, move.from.body_end, range});
   }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     return count(works, counts);
@@ -137,21 +137,11 @@ Status DeviceChannelRows::attend(const DeviceAttendBody& call) {
   return launch_channel(p, p.num_rows * p.splits, p.splits > 1, stream_);
 }
 
-Status DeviceChannelRows::read(const LayerMove& at, Positions range, DType dtype, void* k,
-                               void* v) {
-  if (range.count() <= 0) return Status::ok();
-  ChannelRead r;
-  r.view = view_;
-  r.body = rows_.body();
-  r.slot = at.slot;
-  r.layer = at.layer;
-  r.is_raw = is_raw(at.layer);
-  r.range = range;
-  r.dtype = dtype;
-  r.k = k;
-  r.v = v;
+Status DeviceChannelRows::read(const DeviceRead& call) {
+  if (call.range.count() <= 0) return Status::ok();
+  const ChannelRead r = {call, view_, rows_.body(), is_raw(call.layer)};
   const int64_t values =
-      int64_t{range.count()} * config_.layout.num_kv_heads * config_.layout.head_dim;
+      int64_t{call.range.count()} * config_.layout.num_kv_heads * config_.layout.head_dim;
   return launch_after_previous(read_channel_kernel, ctas_of(values), kChannelThreads, 0, stream_, r)
       .with_context("reading of channel rows");
 }

@@ -278,9 +278,7 @@ void CodedRows::add_layer_plan(const HostLayer& layer, const LayerDraft& draft,
     const auto units = static_cast<int32_t>(draft.block(i).size() / kUnitBytes);
     used = place_block(used, units, shape_.page_units) + units;
   }
-  SideCounts counts;
-  counts.of[0] = static_cast<int32_t>(used);
-  LayerPlan result = {{counts}};
+  LayerPlan result = {{SideCounts{{static_cast<int32_t>(used)}}}};
   if (draft.first_block < block_count(layer.at.body_end)) {
     result.kept = cut_counts(layer, draft.first_block * kBlockTokens);
   }

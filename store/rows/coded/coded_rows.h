@@ -153,7 +153,6 @@ class CodedRows final : public RowFormat {
   void add_layer_plan(const HostLayer& layer, const LayerDraft& draft, CodedPlan* plan) const;
   void write_layer(const HostLayer& layer, const LayerDraft& draft);
 
-  // coded_read.cc
   // x null: codes and exponents alone.
   Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],
                 const int64_t size[2], Positions range, BlockCodes* codes, float* const* x) const;

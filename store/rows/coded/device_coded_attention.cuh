@@ -4,7 +4,8 @@
 #pragma once
 
 #include "attention/coded/coded_attention.h"
-#include "store/rows/coded/device_coded_rows.cuh"
+#include "attention/coded/weighted_tables.h"
+#include "store/rows/coded/device_coded_setup.cuh"
 
 namespace tierkv::store {
 
@@ -82,112 +83,135 @@ inline int32_t most_coded_slice_bytes(const CodedFormat& format, int32_t head_di
                                        kBlockAlignment));
 }
 
-inline Status DeviceCodedRows::bind_attention() {
-  if (device_.view.slots.slot_bytes / 8 * config_.max_sequences > INT32_MAX) {
-    return Status(StatusCode::kUnsupported, "coded rows: slots of more than 16 GiB on a device");
-  }
-  const int64_t rows = int64_t{config_.max_sequences} * heads();
-  CodedAttention call = call_of_layer(0);
-  call.num_rows = static_cast<int32_t>(rows);
-  call.q_len = kMaxStepTokens;
-  call.dtype = DType::kBFloat16;
-  CodedAttentionGrid grid;
-  grid.num_ctas = limits_.sms;
-  grid.warps = coded_warps(call.head_dim);
-  const auto bytes = static_cast<int64_t>(coded_attention_workspace_bytes(call, grid));
-  if (Status s = memory_.take(rows, &attended_rows_); !s) return s;
-  if (Status s = memory_.take(1, &item_count_); !s) return s;
-  if (Status s = memory_.take(rows, &row_status_); !s) return s;
-  if (Status s = memory_.take(bytes, &workspace_); !s) return s;
-  weighted_.assign(layers(), WeightedRows{});
-  for (int32_t l = 0; l < layers(); ++l) {
-    if (Status s = bind_turns(l); !s) return s;
-  }
-  return Status::ok();
-}
+class AttendedCodedRows : public CodedMemory {
+ public:
+  using CodedMemory::CodedMemory;
 
-// Layers with the same rotation share its turns.
-inline Status DeviceCodedRows::bind_turns(int32_t layer) {
-  WeightedRows& w = weighted_[layer];
-  w.key_scales = device_.tables.query_scales;
-  w.key_means = device_.tables.query_means;
-  w.sink_tokens = device_.shape.sink_tokens;
-  const RopeTable* rope = host_->rope(layer);
-  if (rope == nullptr || host_->is_raw_layer(layer)) return Status::ok();
-  for (int32_t l = 0; l < layer; ++l) {
-    if (host_->rope(l) != rope || host_->is_raw_layer(l)) continue;
-    w = weighted_[l];
+  Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override {
+    Status s = CodedMemory::bind(view, fault, stream);
+    return s ? bind_attention() : s;
+  }
+  Status attend(const DeviceAttendBody& body) override {
+    const bool has_books = host_layers_[body.layer].books[0].codebook != nullptr;
+    if (host_->is_raw_layer(body.layer) || !has_books) {
+      return attend_rows(body, AttendedRows::kAllAsRaw);
+    }
+    bool any_waits = false;
+    for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
+      any_waits |= state_of(slot, body.layer).waits;
+    }
+    Status s = attend_rows(body, AttendedRows::kCoded);
+    return s && any_waits ? attend_rows(body, AttendedRows::kRaw) : s;
+  }
+
+ protected:
+  // The directory of kv_head 0 of a (slot, layer).
+  const CodedBlockRef* directory(int32_t slot, int32_t layer, Component c) const {
+    return device_.refs(slot, layer, 0, c);
+  }
+
+ private:
+  Status bind_attention() {
+    if (device_.view.slots.slot_bytes / 8 * config_.max_sequences > INT32_MAX) {
+      return Status(StatusCode::kUnsupported, "coded rows: slots of more than 16 GiB on a device");
+    }
+    const int64_t rows = int64_t{config_.max_sequences} * heads();
+    CodedAttention call = call_of_layer(0);
+    call.num_rows = static_cast<int32_t>(rows);
+    call.q_len = kMaxStepTokens;
+    call.dtype = DType::kBFloat16;
+    CodedAttentionGrid grid;
+    grid.num_ctas = limits_.sms;
+    grid.warps = coded_warps(call.head_dim);
+    const auto bytes = static_cast<int64_t>(coded_attention_workspace_bytes(call, grid));
+    if (Status s = memory_.take(rows, &attended_rows_); !s) return s;
+    if (Status s = memory_.take(1, &item_count_); !s) return s;
+    if (Status s = memory_.take(rows, &row_status_); !s) return s;
+    if (Status s = memory_.take(bytes, &workspace_); !s) return s;
+    weighted_.assign(layers(), WeightedRows{});
+    for (int32_t l = 0; l < layers(); ++l) {
+      if (Status s = bind_turns(l); !s) return s;
+    }
     return Status::ok();
   }
-  const Result<WeightedTurns> turns = weighted_turns(*rope, head_dim(), device_.shape.sink_tokens);
-  if (!turns) return turns.status();
-  w.num_block_turns = rope->blocks;
-  w.pairing = rope->pairing;
-  Status s = memory_.put(turns->place, &w.place_turns);
-  return s ? memory_.put(turns->block, &w.block_turns) : s;
-}
 
-// The call for any rows of a layer, without its codebooks.
-inline CodedAttention DeviceCodedRows::call_of_layer(int32_t layer) const {
-  CodedAttention call;
-  for (const Component c : {Component::kKey, Component::kValue}) {
-    CodedComponent& of = c == Component::kKey ? call.keys : call.values;
-    of.bytes = device_.view.pages.base;
-    of.size = device_.pool_bytes;
-    of.blocks = directory(0, layer, c);
-    of.steps = c == Component::kKey ? device_.tables.query_units : device_.tables.value_steps;
+  // Layers with the same rotation share its turns.
+  Status bind_turns(int32_t layer) {
+    WeightedRows& w = weighted_[layer];
+    w.key_scales = device_.tables.query_scales;
+    w.key_means = device_.tables.query_means;
+    w.sink_tokens = device_.shape.sink_tokens;
+    const RopeTable* rope = host_->rope(layer);
+    if (rope == nullptr || host_->is_raw_layer(layer)) return Status::ok();
+    for (int32_t l = 0; l < layer; ++l) {
+      if (host_->rope(l) != rope || host_->is_raw_layer(l)) continue;
+      w = weighted_[l];
+      return Status::ok();
+    }
+    const Result<WeightedTurns> turns =
+        weighted_turns(*rope, head_dim(), device_.shape.sink_tokens);
+    if (!turns) return turns.status();
+    w.num_block_turns = rope->blocks;
+    w.pairing = rope->pairing;
+    Status s = memory_.put(turns->place, &w.place_turns);
+    return s ? memory_.put(turns->block, &w.block_turns) : s;
   }
-  // The directory of values begins behind that of keys.
-  const auto* end = reinterpret_cast<const CodedBlockRef*>(
-      device_.view.slots.base + device_.view.slots.slot_bytes * config_.max_sequences);
-  call.num_blocks = static_cast<int32_t>(std::min<int64_t>(end - call.values.blocks, INT32_MAX));
-  call.num_steps = device_.tables.rows;
-  call.columns = config_.layout.num_q_heads / heads();
-  call.head_dim = head_dim();
-  call.num_kv_heads = heads();
-  call.sm_scale = static_cast<float>(config_.layout.sm_scale);
-  call.max_block_bytes = most_coded_slice_bytes(host_->format(), head_dim());
-  return call;
-}
 
-inline Status DeviceCodedRows::attend_rows(const DeviceAttendBody& body, AttendedRows which) {
-  const MakeAttentionRows make{device_, body, which, attended_rows_, item_count_};
-  Status made = launch(make, dim3(1), 8 * body.count, MakeAttentionRows::kThreads);
-  if (!made) return made;
-  CodedAttention call = call_of_layer(body.layer);
-  if (which == AttendedRows::kCoded) {
-    call.weighted = weighted_[body.layer];
+  // The call for any rows of a layer, without its codebooks.
+  CodedAttention call_of_layer(int32_t layer) const {
+    CodedAttention call;
     for (const Component c : {Component::kKey, Component::kValue}) {
       CodedComponent& of = c == Component::kKey ? call.keys : call.values;
-      of.codebook = host_books_[2 * body.layer + static_cast<int32_t>(c)];
+      of.bytes = device_.view.pages.base;
+      of.size = device_.pool_bytes;
+      of.blocks = directory(0, layer, c);
+      of.steps = c == Component::kKey ? device_.tables.query_units : device_.tables.value_steps;
     }
-  } else {
-    call.raw_blocks = true;
+    // The directory of values begins behind that of keys.
+    const auto* end = reinterpret_cast<const CodedBlockRef*>(
+        device_.view.slots.base + device_.view.slots.slot_bytes * config_.max_sequences);
+    call.num_blocks = static_cast<int32_t>(std::min<int64_t>(end - call.values.blocks, INT32_MAX));
+    call.num_steps = device_.tables.rows;
+    call.columns = config_.layout.num_q_heads / heads();
+    call.head_dim = head_dim();
+    call.num_kv_heads = heads();
+    call.sm_scale = static_cast<float>(config_.layout.sm_scale);
+    call.max_block_bytes = most_coded_slice_bytes(host_->format(), head_dim());
+    return call;
   }
-  call.rows = attended_rows_;
-  call.q = body.q, call.out = body.out, call.lse = body.lse;
-  call.row_status = row_status_;
-  call.workspace = workspace_;
-  call.item_count = item_count_;
-  call.num_rows = body.count * heads();
-  call.num_items = call.num_rows * block_count(std::min(body.most_tokens, config_.max_tokens));
-  call.q_len = body.q_len;
-  call.dtype = body.dtype;
-  const Result<CodedAttentionGrid> grid = coded_attention_grid(call);
-  return grid ? attend_coded(call, *grid, stream_) : grid.status();
-}
 
-inline Status DeviceCodedRows::attend(const DeviceAttendBody& body) {
-  const bool has_books = host_layers_[body.layer].books[0].codebook != nullptr;
-  if (host_->is_raw_layer(body.layer) || !has_books) {
-    return attend_rows(body, AttendedRows::kAllAsRaw);
+  Status attend_rows(const DeviceAttendBody& body, AttendedRows which) {
+    const MakeAttentionRows make{device_, body, which, attended_rows_, item_count_};
+    Status made = launch(make, dim3(1), 8 * body.count, MakeAttentionRows::kThreads);
+    if (!made) return made;
+    CodedAttention call = call_of_layer(body.layer);
+    if (which == AttendedRows::kCoded) {
+      call.weighted = weighted_[body.layer];
+      for (const Component c : {Component::kKey, Component::kValue}) {
+        CodedComponent& of = c == Component::kKey ? call.keys : call.values;
+        of.codebook = host_books_[2 * body.layer + static_cast<int32_t>(c)];
+      }
+    } else {
+      call.raw_blocks = true;
+    }
+    call.rows = attended_rows_;
+    call.q = body.q, call.out = body.out, call.lse = body.lse;
+    call.row_status = row_status_;
+    call.workspace = workspace_;
+    call.item_count = item_count_;
+    call.num_rows = body.count * heads();
+    call.num_items = call.num_rows * block_count(std::min(body.most_tokens, config_.max_tokens));
+    call.q_len = body.q_len;
+    call.dtype = body.dtype;
+    const Result<CodedAttentionGrid> grid = coded_attention_grid(call);
+    return grid ? attend_coded(call, *grid, stream_) : grid.status();
   }
-  bool any_waits = false;
-  for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
-    any_waits |= state_of(slot, body.layer).waits;
-  }
-  Status s = attend_rows(body, AttendedRows::kCoded);
-  return s && any_waits ? attend_rows(body, AttendedRows::kRaw) : s;
-}
+
+  CodedRow* attended_rows_ = nullptr;  // [max_sequences, heads]
+  int32_t* item_count_ = nullptr;
+  StatusCode* row_status_ = nullptr;  // [max_sequences, heads]
+  uint8_t* workspace_ = nullptr;
+  std::vector<WeightedRows> weighted_;  // of each layer: its turns
+};
 
 }  // namespace tierkv::store

@@ -81,6 +81,10 @@ struct alignas(16) EntryDraft {
 inline constexpr uint32_t kFixesEntry = 1, kRewritesEntry = 2;
 inline constexpr int32_t kMostSavedBlocks = kSampleBlocks;  // of an entry
 
+// The listed cells [first, first + cells).
+struct CellGroup {
+  int32_t first = 0, cells = 0;
+};
 struct CodedCall {
   CodedDevice device;
   DeviceWorks works;
@@ -107,6 +111,7 @@ struct CodedCall {
   uint16_t* staging = nullptr;      // [2, group_cells, heads, 64, head_dim]
   uint8_t (*decided)[4] = nullptr;  // [group_cells, heads, 64], as WeightedEncode has it
   WeightedRange* ranges = nullptr;  // [group_cells, heads]
+  CellGroup group;                  // that is in staging memory
   int32_t group_cells = 0;          // that staging has room for
   int32_t blocks = 0;               // cells of an entry
 
@@ -125,19 +130,15 @@ struct CodedCall {
   }
 };
 
-// The listed cells [first, first + cells).
-struct CellGroup {
-  int32_t first = 0, cells = 0;
-};
 // What a group has of layer l of the call, counted from the group's first cell.
-TKV_HD Positions cells_of_layer(const CodedCall& call, const CellGroup& group, int32_t l) {
-  const int32_t first = most(call.list_begins[l] - group.first, 0);
-  const int32_t end = least(call.list_begins[l + 1] - group.first, group.cells);
+TKV_HD Positions cells_of_layer(const CodedCall& call, int32_t l) {
+  const int32_t first = most(call.list_begins[l] - call.group.first, 0);
+  const int32_t end = least(call.list_begins[l + 1] - call.group.first, call.group.cells);
   return {first, most(first, end)};
 }
-TKV_HD int32_t cells_of_group(const CodedCall& call, const CellGroup& group) {
+TKV_HD int32_t cells_of_group(const CodedCall& call) {
   const int32_t all = call.list_begins[call.works.num_layers];
-  return most(0, least(group.cells, all - group.first));
+  return most(0, least(call.group.cells, all - call.group.first));
 }
 // Whether all cells are in the first group, which then stays in staging memory.
 TKV_HD bool has_one_group(const CodedCall& call) {
@@ -148,8 +149,8 @@ TKV_HD bool is_loaded(const CodedCall& call) {
   return call.reloads && has_one_group(call);
 }
 // Where the first item of layer l of a group has its status, or how many are before it.
-TKV_HD int64_t status_of_layer(const CodedCall& call, const CellGroup& group, int32_t l) {
-  const int64_t listed = group.first + cells_of_layer(call, group, l).first - call.list_begins[l];
+TKV_HD int64_t status_of_layer(const CodedCall& call, int32_t l) {
+  const int64_t listed = call.group.first + cells_of_layer(call, l).first - call.list_begins[l];
   return (int64_t{l} * call.layer_cells() + listed) * call.heads() * 2;
 }
 
@@ -159,10 +160,10 @@ struct CellOf {
   int32_t slot = 0, layer = 0;
   int64_t cell = 0;
 };
-TKV_HD CellOf cell_of(const CodedCall& call, const CellGroup& group, int32_t index) {
+TKV_HD CellOf cell_of(const CodedCall& call, int32_t index) {
   CellOf c;
-  if (index >= cells_of_group(call, group)) return c;
-  const int32_t i = group.first + index;
+  if (index >= cells_of_group(call)) return c;
+  const int32_t i = call.group.first + index;
   int32_t l = 0, end = call.works.num_layers;  // the layer is in [l, end)
   while (end - l > 1) {
     const int32_t middle = (l + end) / 2;

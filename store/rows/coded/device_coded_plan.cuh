@@ -3,340 +3,360 @@
 // of a layer (means, steps, codebooks), and the kernels in their order.
 #pragma once
 
-#include "store/rows/coded/device_coded_rows.cuh"
+#include "store/rows/coded/device_coded_attention.cuh"
 
 namespace tierkv::store {
 
-// The entries of a call in their order: the first that fixes a layer brings its codebooks.
-inline DeviceCodedRows::HostPlan DeviceCodedRows::host_plan(const DeviceWorks& works) const {
-  HostPlan plan;
-  if (works.moves == nullptr) {  // captured: require_capturable() has looked at the entries
-    plan.continues = device_.view.laws.unit_tokens != kBlockTokens;
-    for (int32_t l = 0; l < works.num_layers; ++l) {
-      plan.leaves_raw |= host_->is_raw_layer(works.first_layer + l);
+class PlannedCodedRows : public AttendedCodedRows {
+ public:
+  using AttendedCodedRows::AttendedCodedRows;
+
+  bool checks_chunks() const override { return true; }
+  bool may_rewrite(const DeviceWorks& works) const override { return host_plan(works).saved > 0; }
+
+  Status require_capturable(const DeviceWorks& works) const override {
+    for (int32_t e = 0; e < works.entries(); ++e) {
+      const LayerMove& move = works.moves[e];
+      if (host_->is_raw_layer(move.layer)) continue;
+      const bool is_ready = host_layers_[move.layer].is_ready != 0 && move.from.body_end == 0;
+      if (is_fixed(move) || is_ready) continue;
+      return Status(StatusCode::kInvalidArgument,
+                    "sequence " + std::to_string(move.slot) + ", layer " +
+                        std::to_string(move.layer) +
+                        ": a step cannot be captured before its codebooks and steps are fixed");
+    }
+    return Status::ok();
+  }
+
+  int64_t most_pages(const DeviceWorks& works) const override {
+    const HostPlan host = host_plan(works);
+    int64_t pages = 0;
+    for (int32_t e = 0; e < works.entries(); ++e) {
+      const LayerMove& move = works.moves[e];
+      if (move.to.body_end <= move.from.body_end) continue;
+      const bool all = !host.hints.empty() && (host.hints[e] & kFixesEntry) != 0;
+      const int32_t first = all ? 0 : move.from.body_end / kBlockTokens;
+      const int64_t blocks = int64_t{block_count(move.to.body_end) - first} * 2 * heads();
+      pages += device_.shape.most_pages(blocks) + 1;
+    }
+    return pages;
+  }
+
+  Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
+    planned_ = host_plan(works);
+    if (Status s = prepare(works, planned_); !s) return s;
+    Result<CodedCall> made = call_of(works, most_blocks(works, planned_));
+    if (!made) return made.status();
+    CodedCall& call = *made;
+    call.counts = counts;
+    call.hints = planned_.hints.empty() ? nullptr : hints_;
+    if (Status s = run(OpenEntries{call}, 1, 1); !s) return s;
+    saved_ = nullptr;
+    if (planned_.saved > 0 && !is_one_group(call)) {
+      if (Status s = save(&call); !s) return s;
+    }
+    Status s = for_groups(call, [&](const CodedCall& of_group) {
+      Status loaded = load_group(of_group);
+      return loaded ? encode_group(of_group, false) : loaded;
+    });
+    if (!s) return s;
+    const int64_t items = round_up(int64_t{2} * call.blocks * heads(), kWarpLanes);
+    const auto threads = static_cast<int32_t>(std::min<int64_t>(items, PlaceBlocks::kThreads));
+    return launch(PlaceBlocks{call}, grid_of(works.entries(), 1), PlaceBlocks::kSharedBytes,
+                  threads);
+  }
+
+  Status write(const DeviceWorks& works, const PageCopy* copies) override {
+    Result<CodedCall> made = call_of(works, most_blocks(works, planned_));
+    if (!made) return made.status();
+    CodedCall& call = *made;
+    call.copies = copies;
+    call.hints = planned_.hints.empty() ? nullptr : hints_;
+    call.saved = saved_ == nullptr ? nullptr : saved_blocks_;
+    call.saved_bytes = device_.shape.largest_block_bytes();
+    const int64_t rows = int64_t{works.entries()} * heads() * 2;
+    if (copies != nullptr) {
+      Status s = run(RelocateBlocks{call}, rows, RelocateBlocks::kThreads / kWarpLanes);
+      if (!s) return s;
+    }
+    const bool is_loaded = is_one_group(call);
+    call.reloads = true;
+    Status s = for_groups(call, [&](const CodedCall& of_group) {
+      if (!is_loaded) {
+        if (Status loaded = load_group(of_group); !loaded) return loaded;
+      }
+      const int64_t items = int64_t{of_group.group.cells} * heads() * 2;
+      Status moved = run(MoveBlocks{of_group}, items, MoveBlocks::kThreads / kWarpLanes);
+      if (!moved) return moved;
+      Status encoded = encode_group(of_group, true);
+      if (!encoded || !planned_.leaves_raw) return encoded;
+      return run(WriteRawBlocks{of_group}, items, 1);
+    });
+    if (!s) return s;
+    saved_ = nullptr;
+    note(works);
+    return run(FinishEntries{call}, works.entries(), 1);
+  }
+
+ protected:
+  Result<CodedCall> call_of(const DeviceWorks& works, int32_t blocks) const {
+    CodedCall call = scratch_;
+    call.works = works;
+    call.works.moves = nullptr;
+    call.blocks = blocks;
+    if (int64_t{works.entries()} * blocks > cells_) {
+      return Status(StatusCode::kInvalidArgument, "coded rows: a call of too many blocks");
+    }
+    return call;
+  }
+
+ private:
+  // What plan() and write() of a call share on the host.
+  struct HostPlan {
+    std::vector<uint32_t> hints;   // [entries]; empty: all are 0
+    std::vector<int32_t> fits;     // entries whose means and steps come from their tokens
+    std::vector<int32_t> samples;  // entries whose tokens make a layer's codebooks
+    int32_t saved = 0;             // entries that rewrite
+    bool continues = false;        // a block that is there may grow
+    bool leaves_raw = false;       // a block may stay raw
+  };
+
+  // The entries of a call in their order: the first that fixes a layer brings its codebooks.
+  HostPlan host_plan(const DeviceWorks& works) const {
+    HostPlan plan;
+    if (works.moves == nullptr) {  // captured: require_capturable() has looked at the entries
+      plan.continues = device_.view.laws.unit_tokens != kBlockTokens;
+      for (int32_t l = 0; l < works.num_layers; ++l) {
+        plan.leaves_raw |= host_->is_raw_layer(works.first_layer + l);
+      }
+      return plan;
+    }
+    std::vector<uint8_t> has(layers());
+    for (int32_t l = 0; l < layers(); ++l) has[l] = has_books(l) ? 1 : 0;
+    for (int32_t e = 0; e < works.entries(); ++e) {
+      const LayerMove& move = works.moves[e];
+      if (move.to.body_end <= move.from.body_end) continue;
+      const int32_t layer = move.layer;
+      uint32_t hint = 0;
+      if (!host_->is_raw_layer(layer) && !is_fixed(move)) {
+        const bool is_ready = has[layer] != 0 && !host_->needs_tokens(layer);
+        if (is_ready || move.to.body_end >= kSampleBlocks * kBlockTokens) {
+          hint = kFixesEntry;
+          if (move.from.body_end > 0) hint |= kRewritesEntry;
+          if (has[layer] == 0) {
+            plan.samples.push_back(e);
+          } else if (per_slot_) {
+            plan.fits.push_back(e);
+          }
+          has[layer] = 1;
+        }
+      }
+      if (state_of(move.slot, layer).shares && move.from.body_end % kBlockTokens != 0) {
+        hint |= kRewritesEntry;
+      }
+      const bool starts_coded = host_layers_[layer].is_ready != 0 && move.from.body_end == 0;
+      plan.continues |= move.from.body_end % kBlockTokens != 0;
+      plan.leaves_raw |= host_->is_raw_layer(layer) ||
+                         !(is_fixed(move) || starts_coded || (hint & kFixesEntry) != 0);
+      if ((hint & kRewritesEntry) != 0) hint |= static_cast<uint32_t>(plan.saved++) << 8;
+      if (hint != 0 && plan.hints.empty()) plan.hints.resize(works.entries());
+      if (hint != 0) plan.hints[e] = hint;
     }
     return plan;
   }
-  std::vector<uint8_t> has(layers());
-  for (int32_t l = 0; l < layers(); ++l) has[l] = has_books(l) ? 1 : 0;
-  for (int32_t e = 0; e < works.entries(); ++e) {
-    const LayerMove& move = works.moves[e];
-    if (move.to.body_end <= move.from.body_end) continue;
-    const int32_t layer = move.layer;
-    uint32_t hint = 0;
-    if (!host_->is_raw_layer(layer) && !is_fixed(move)) {
-      const bool is_ready = has[layer] != 0 && !host_->needs_tokens(layer);
-      if (is_ready || move.to.body_end >= kSampleBlocks * kBlockTokens) {
-        hint = kFixesEntry;
-        if (move.from.body_end > 0) hint |= kRewritesEntry;
-        if (has[layer] == 0) {
-          plan.samples.push_back(e);
-        } else if (per_slot_) {
-          plan.fits.push_back(e);
-        }
-        has[layer] = 1;
+
+  // Cells of an entry.
+  int32_t most_blocks(const DeviceWorks& works, const HostPlan& host) const {
+    const int32_t unit = device_.view.laws.unit_tokens;
+    int32_t blocks = (works.most_leaving + 2 * kBlockTokens - unit - 1) / kBlockTokens;
+    for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
+      const LayerMove& move = works.moves[e];
+      const bool all = !host.hints.empty() && (host.hints[e] & kFixesEntry) != 0;
+      const int32_t first = all ? 0 : move.from.body_end / kBlockTokens;
+      if (e == 0) blocks = 1;
+      if (move.to.body_end > move.from.body_end) {
+        blocks = most(blocks, block_count(move.to.body_end) - first);
       }
     }
-    if (state_of(move.slot, layer).shares && move.from.body_end % kBlockTokens != 0) {
-      hint |= kRewritesEntry;
+    return most(1, blocks);
+  }
+
+  // each(call) for every group of cells.
+  template <class Each>
+  Status for_groups(const CodedCall& call, const Each& each) {
+    const int32_t cells = call.layer_cells() * call.works.num_layers;
+    for (int32_t first = 0; first < cells; first += call.group_cells) {
+      CodedCall of_group = call;
+      of_group.group = {first, std::min(call.group_cells, cells - first)};
+      Status s = each(of_group);
+      if (!s) return s;
     }
-    const bool starts_coded = host_layers_[layer].is_ready != 0 && move.from.body_end == 0;
-    plan.continues |= move.from.body_end % kBlockTokens != 0;
-    plan.leaves_raw |= host_->is_raw_layer(layer) ||
-                       !(is_fixed(move) || starts_coded || (hint & kFixesEntry) != 0);
-    if ((hint & kRewritesEntry) != 0) hint |= static_cast<uint32_t>(plan.saved++) << 8;
-    if (hint != 0 && plan.hints.empty()) plan.hints.resize(works.entries());
-    if (hint != 0) plan.hints[e] = hint;
+    return Status::ok();
   }
-  return plan;
-}
 
-inline bool DeviceCodedRows::may_rewrite(const DeviceWorks& works) const {
-  return host_plan(works).saved > 0;
-}
-
-inline Status DeviceCodedRows::require_capturable(const DeviceWorks& works) const {
-  for (int32_t e = 0; e < works.entries(); ++e) {
-    const LayerMove& move = works.moves[e];
-    if (host_->is_raw_layer(move.layer)) continue;
-    const bool is_ready = host_layers_[move.layer].is_ready != 0 && move.from.body_end == 0;
-    if (is_fixed(move) || is_ready) continue;
-    return Status(StatusCode::kInvalidArgument,
-                  "sequence " + std::to_string(move.slot) + ", layer " +
-                      std::to_string(move.layer) +
-                      ": a step cannot be captured before its codebooks and steps are fixed");
+  Status load_group(const CodedCall& call) {
+    const int64_t rows = int64_t{call.group.cells} * heads();
+    if (Status s = run(GatherTokens{call}, rows, 1); !s) return s;
+    Status s = run(DecideExponents{call}, rows, DecideExponents::kThreads / kWarpLanes);
+    if (!s || !planned_.continues) return s;
+    const DecodeOldBlocks decode{call, kMaxWeightedBlockBytes};
+    const int64_t ctas = (int64_t{call.group.cells} * heads() + 3) / 4;
+    const int64_t most_ctas = 2 * limits_.sms / call.works.num_layers + 1;
+    const dim3 grid(static_cast<uint32_t>(std::clamp<int64_t>(ctas, 1, most_ctas)),
+                    static_cast<uint32_t>(2 * call.works.num_layers));
+    return launch(decode, grid,
+                  DecodeOldBlocks::shared_bytes(decode.shape_of_call(host_->format().max_length)),
+                  DecodeOldBlocks::kThreads);
   }
-  return Status::ok();
-}
 
-inline int64_t DeviceCodedRows::most_pages(const DeviceWorks& works) const {
-  const HostPlan host = host_plan(works);
-  int64_t pages = 0;
-  for (int32_t e = 0; e < works.entries(); ++e) {
-    const LayerMove& move = works.moves[e];
-    if (move.to.body_end <= move.from.body_end) continue;
-    const bool all = !host.hints.empty() && (host.hints[e] & kFixesEntry) != 0;
-    const int32_t first = all ? 0 : move.from.body_end / kBlockTokens;
-    const int64_t blocks = int64_t{block_count(move.to.body_end) - first} * 2 * heads();
-    pages += device_.shape.most_pages(blocks) + 1;
+  Status encode_group(const CodedCall& call, bool writes) {
+    return with_head_dim(head_dim(),
+                         [&](auto dim) { return encode_group_of<dim / kWarpLanes>(call, writes); });
   }
-  return pages;
-}
 
-// Cells of an entry.
-inline int32_t DeviceCodedRows::most_blocks(const DeviceWorks& works, const HostPlan& host) const {
-  const int32_t unit = device_.view.laws.unit_tokens;
-  int32_t blocks = (works.most_leaving + 2 * kBlockTokens - unit - 1) / kBlockTokens;
-  for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
-    const LayerMove& move = works.moves[e];
-    const bool all = !host.hints.empty() && (host.hints[e] & kFixesEntry) != 0;
-    const int32_t first = all ? 0 : move.from.body_end / kBlockTokens;
-    if (e == 0) blocks = 1;
-    if (move.to.body_end > move.from.body_end) {
-      blocks = most(blocks, block_count(move.to.body_end) - first);
-    }
+  template <int32_t kPer>
+  Status encode_group_of(const CodedCall& call, bool writes) {
+    using Encode = EncodeCells<kPer>;
+    const int32_t base = Encode::kCallBytes + kEncodeCtaBytes;
+    const int32_t each = encode_warp_bytes(kPer * kWarpLanes, host_->format().max_length);
+    const int32_t half = limits_.shared_bytes / 2 - 1024;
+    const int32_t room = half >= base + each ? half : limits_.shared_bytes;
+    const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
+    const int64_t items = int64_t{2} * call.group.cells * heads();
+    const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1,
+                                             std::max(1, 2 * limits_.sms / call.works.num_layers));
+    const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(call.works.num_layers));
+    return launch(Encode{call, writes}, grid, base + warps * each, warps * kWarpLanes);
   }
-  return most(1, blocks);
-}
 
-inline Result<CodedCall> DeviceCodedRows::call_of(const DeviceWorks& works, int32_t blocks) const {
-  CodedCall call = scratch_;
-  call.works = works;
-  call.works.moves = nullptr;
-  call.blocks = blocks;
-  if (int64_t{works.entries()} * blocks > cells_) {
-    return Status(StatusCode::kInvalidArgument, "coded rows: a call of too many blocks");
+  // Blocks that write() reads once it has begun to write over them.
+  Status save(CodedCall* call) {
+    const int64_t blocks = int64_t{planned_.saved} * kMostSavedBlocks * heads() * 2;
+    call->saved_bytes = device_.shape.largest_block_bytes();
+    saved_ = std::make_unique<DeviceMemory>("blocks of layers that are fixed");
+    if (Status s = saved_->take(blocks * call->saved_bytes, &saved_blocks_); !s) return s;
+    call->saved = saved_blocks_;
+    return run(SaveBlocks{*call}, blocks, SaveBlocks::kThreads / kWarpLanes);
   }
-  return call;
-}
 
-// each(group), the cells of a group in staging memory.
-template <class Each>
-Status DeviceCodedRows::for_groups(const CodedCall& call, const Each& each) {
-  const int32_t cells = call.layer_cells() * call.works.num_layers;
-  for (int32_t first = 0; first < cells; first += call.group_cells) {
-    Status s = each(CellGroup{first, std::min(call.group_cells, cells - first)});
-    if (!s) return s;
-  }
-  return Status::ok();
-}
-
-inline Status DeviceCodedRows::load_group(const CodedCall& call, const CellGroup& group) {
-  const int64_t rows = int64_t{group.cells} * heads();
-  if (Status s = run(GatherTokens{call, group}, rows, 1); !s) return s;
-  Status s = run(DecideExponents{call, group}, rows, DecideExponents::kThreads / kWarpLanes);
-  if (!s || !planned_.continues) return s;
-  const DecodeOldBlocks decode{call, group, kMaxWeightedBlockBytes};
-  const int64_t ctas = (int64_t{group.cells} * heads() + 3) / 4;
-  const int64_t most_ctas = 2 * limits_.sms / call.works.num_layers + 1;
-  const dim3 grid(static_cast<uint32_t>(std::clamp<int64_t>(ctas, 1, most_ctas)),
-                  static_cast<uint32_t>(2 * call.works.num_layers));
-  return launch(decode, grid,
-                DecodeOldBlocks::shared_bytes(decode.shape_of_call(host_->format().max_length)),
-                DecodeOldBlocks::kThreads);
-}
-
-inline Status DeviceCodedRows::encode_group(const CodedCall& call, const CellGroup& group,
-                                            bool writes) {
-  switch (head_dim()) {
-    case 64:
-      return encode_group_of<2>(call, group, writes);
-    case 96:
-      return encode_group_of<3>(call, group, writes);
-    case 128:
-      return encode_group_of<4>(call, group, writes);
-    default:
-      return encode_group_of<8>(call, group, writes);
-  }
-}
-
-template <int32_t kPer>
-Status DeviceCodedRows::encode_group_of(const CodedCall& call, const CellGroup& group,
-                                        bool writes) {
-  using Encode = EncodeCells<kPer>;
-  const int32_t base = Encode::kCallBytes + kEncodeCtaBytes;
-  const int32_t each = encode_warp_bytes(kPer * kWarpLanes, host_->format().max_length);
-  const int32_t half = limits_.shared_bytes / 2 - 1024;
-  const int32_t room = half >= base + each ? half : limits_.shared_bytes;
-  const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
-  const int64_t items = int64_t{2} * group.cells * heads();
-  const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1,
-                                           std::max(1, 2 * limits_.sms / call.works.num_layers));
-  const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(call.works.num_layers));
-  return launch(Encode{call, group, writes}, grid, base + warps * each, warps * kWarpLanes);
-}
-
-inline Status DeviceCodedRows::plan(const DeviceWorks& works, const DeviceRowCounts& counts) {
-  planned_ = host_plan(works);
-  if (Status s = prepare(works, planned_); !s) return s;
-  Result<CodedCall> made = call_of(works, most_blocks(works, planned_));
-  if (!made) return made.status();
-  CodedCall& call = *made;
-  call.counts = counts;
-  call.hints = planned_.hints.empty() ? nullptr : hints_;
-  if (Status s = run(OpenEntries{call}, 1, 1); !s) return s;
-  saved_ = nullptr;
-  if (planned_.saved > 0 && !is_one_group(call)) {
-    if (Status s = save(&call); !s) return s;
-  }
-  Status s = for_groups(call, [&](const CellGroup& group) {
-    Status loaded = load_group(call, group);
-    return loaded ? encode_group(call, group, false) : loaded;
-  });
-  if (!s) return s;
-  const int64_t items = round_up(int64_t{2} * call.blocks * heads(), kWarpLanes);
-  const auto threads = static_cast<int32_t>(std::min<int64_t>(items, PlaceBlocks::kThreads));
-  return launch(PlaceBlocks{call}, grid_of(works.entries(), 1), PlaceBlocks::kSharedBytes, threads);
-}
-
-// Blocks that write() reads once it has begun to write over them.
-inline Status DeviceCodedRows::save(CodedCall* call) {
-  const int64_t blocks = int64_t{planned_.saved} * kMostSavedBlocks * heads() * 2;
-  call->saved_bytes = device_.shape.largest_block_bytes();
-  saved_ = std::make_unique<DeviceMemory>("blocks of layers that are fixed");
-  if (Status s = saved_->take(blocks * call->saved_bytes, &saved_blocks_); !s) return s;
-  call->saved = saved_blocks_;
-  return run(SaveBlocks{*call}, blocks, SaveBlocks::kThreads / kWarpLanes);
-}
-
-inline Status DeviceCodedRows::write(const DeviceWorks& works, const PageCopy* copies) {
-  Result<CodedCall> made = call_of(works, most_blocks(works, planned_));
-  if (!made) return made.status();
-  CodedCall& call = *made;
-  call.copies = copies;
-  call.hints = planned_.hints.empty() ? nullptr : hints_;
-  call.saved = saved_ == nullptr ? nullptr : saved_blocks_;
-  call.saved_bytes = device_.shape.largest_block_bytes();
-  const int64_t rows = int64_t{works.entries()} * heads() * 2;
-  if (copies != nullptr) {
-    Status s = run(RelocateBlocks{call}, rows, RelocateBlocks::kThreads / kWarpLanes);
-    if (!s) return s;
-  }
-  const bool is_loaded = is_one_group(call);
-  call.reloads = true;
-  Status s = for_groups(call, [&](const CellGroup& group) {
-    if (!is_loaded) {
-      if (Status loaded = load_group(call, group); !loaded) return loaded;
-    }
-    const int64_t items = int64_t{group.cells} * heads() * 2;
-    Status moved = run(MoveBlocks{call, group}, items, MoveBlocks::kThreads / kWarpLanes);
-    if (!moved) return moved;
-    Status encoded = encode_group(call, group, true);
-    if (!encoded || !planned_.leaves_raw) return encoded;
-    return run(WriteRawBlocks{call, group}, items, 1);
-  });
-  if (!s) return s;
-  saved_ = nullptr;
-  note(works);
-  return run(FinishEntries{call}, works.entries(), 1);
-}
-
-inline void DeviceCodedRows::note(const DeviceWorks& works) {
-  for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
-    const LayerMove& move = works.moves[e];
-    if (move.to.body_end <= move.from.body_end) continue;
-    const uint32_t hint = planned_.hints.empty() ? 0 : planned_.hints[e];
-    const bool fixed =
-        ((hint & kFixesEntry) != 0 || is_fixed(move)) && !host_->is_raw_layer(move.layer);
-    const bool shares = state_of(move.slot, move.layer).shares && (hint & kRewritesEntry) == 0;
-    state_of(move.slot, move.layer) = {fixed, !fixed, shares};
-  }
-}
-
-inline Status DeviceCodedRows::prepare(const DeviceWorks& works, const HostPlan& host) {
-  for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
-    const bool makes_books = std::count(host.samples.begin(), host.samples.end(), e) > 0;
-    const bool fits = std::count(host.fits.begin(), host.fits.end(), e) > 0;
-    if (!makes_books && !fits) continue;
-    if (Status s = sample(works, e, makes_books); !s) {
-      return s.with_context("sequence " + std::to_string(works.moves[e].slot) + ", layer " +
-                            std::to_string(works.moves[e].layer));
+  void note(const DeviceWorks& works) {
+    for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
+      const LayerMove& move = works.moves[e];
+      if (move.to.body_end <= move.from.body_end) continue;
+      const uint32_t hint = planned_.hints.empty() ? 0 : planned_.hints[e];
+      const bool fixed =
+          ((hint & kFixesEntry) != 0 || is_fixed(move)) && !host_->is_raw_layer(move.layer);
+      const bool shares = state_of(move.slot, move.layer).shares && (hint & kRewritesEntry) == 0;
+      state_of(move.slot, move.layer) = {fixed, !fixed, shares};
     }
   }
-  if (host.hints.empty()) return Status::ok();
-  return upload(hints_, host.hints);
-}
 
-// The first blocks of an entry come to the host.
-inline Status DeviceCodedRows::sample(const DeviceWorks& works, int32_t entry, bool makes_books) {
-  const LayerMove& move = works.moves[entry];
-  const int32_t i = entry / works.num_layers;
-  DeviceWorks one = works;
-  one.slots += i, one.from += entry, one.to += entry;
-  one.count = one.num_layers = 1, one.first_layer = move.layer;
-  if (one.chunk.k != nullptr) {
-    const int64_t skip = int64_t{i} * one.chunk.tokens * heads() * head_dim();
-    one.chunk.k += skip, one.chunk.v += skip;
-    if (one.chunk.significance != nullptr) one.chunk.significance += i * heads() * one.chunk.stride;
-  }
-  Result<CodedCall> call = call_of(one, block_count(move.to.body_end));
-  if (!call) return call.status();
-  uint32_t* const hint = hints_ + config_.max_sequences * layers();
-  call->hints = hint;
-  if (Status s = upload(hint, &kFixesEntry, sizeof(kFixesEntry)); !s) return s;
-  if (Status s = run(OpenEntries{*call}, 1, 1); !s) return s;
-  const CellGroup group{0, least(kSampleBlocks, call->blocks)};
-  if (Status s = load_group(*call, group); !s) return s;
-  std::vector<CodedRows::BlockTokens> tokens(static_cast<size_t>(heads()) * group.cells);
-  if (Status s = download_tokens(*call, move.to.body_end, &tokens); !s) return s;
-  std::vector<WeightedRow> rows;
-  LayerBooks books;
-  const Status fitted = host_->fit_layer(move.layer, tokens, &rows, makes_books ? &books : nullptr);
-  if (!fitted) return fitted;
-  if (per_slot_) {
-    if (Status s = make_tables(move, rows); !s) return s;
-  }
-  if (!makes_books) return Status::ok();
-  host_->set_books(move.layer, books);
-  const Status uploaded = upload_books(move.layer);
-  return uploaded ? upload_layers() : uploaded;
-}
-
-inline Status DeviceCodedRows::make_tables(const LayerMove& move,
-                                           const std::vector<WeightedRow>& rows) {
-  const int64_t record_bytes = device_.shape.row_byte(1) - device_.shape.row_byte(0);
-  std::vector<uint8_t> records(rows.size() * record_bytes);
-  for (size_t h = 0; h < rows.size(); ++h) {
-    const Status usable = weighted_key_channels(rows[h]).status();
-    if (!usable) return usable.with_context("kv_head " + std::to_string(h));
-    put_record(rows[h], records.data() + h * record_bytes);
-  }
-  if (Status s = upload(records_, records); !s) return s;
-  return run(MakeRowTables{device_, records_, record_bytes, move.slot, 1, move.layer, 1}, heads(),
-             MakeRowTables::kThreads / kWarpLanes);
-}
-
-// Staged tokens of a call's only entry: [num_kv_heads, blocks].
-inline Status DeviceCodedRows::download_tokens(const CodedCall& call, int32_t body_end,
-                                               std::vector<CodedRows::BlockTokens>* tokens) {
-  const size_t rows = tokens->size(), blocks = rows / heads();
-  const size_t block = static_cast<size_t>(kBlockTokens) * head_dim();
-  std::vector<uint16_t> x[2];
-  std::vector<uint8_t> decided(rows * kBlockTokens * 4);
-  for (const Component c : {Component::kKey, Component::kValue}) {
-    std::vector<uint16_t>& of = x[static_cast<int32_t>(c)];
-    of.resize(rows * block);
-    if (Status s = download(of.data(), call.staged(c, 0), 2 * of.size()); !s) return s;
-  }
-  if (Status s = download(decided.data(), call.decided, decided.size()); !s) return s;
-  for (size_t i = 0; i < rows; ++i) {
-    const auto b = static_cast<int32_t>(i % blocks);
-    const size_t row = b * static_cast<size_t>(heads()) + i / blocks;
-    CodedRows::BlockTokens& of = (*tokens)[i];
-    of.first = device_.shape.first_of(b);
-    of.count = CodedShape::end_of(b, body_end) - of.first;
-    for (int32_t c = 0; c < 2; ++c) {
-      const uint16_t* from = x[c].data() + row * block;
-      for (int32_t n = 0; n < of.count * head_dim(); ++n) of.x[c].push_back(half_to_float(from[n]));
+  Status prepare(const DeviceWorks& works, const HostPlan& host) {
+    for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
+      const bool makes_books = std::count(host.samples.begin(), host.samples.end(), e) > 0;
+      const bool fits = std::count(host.fits.begin(), host.fits.end(), e) > 0;
+      if (!makes_books && !fits) continue;
+      if (Status s = sample(works, e, makes_books); !s) {
+        return s.with_context("sequence " + std::to_string(works.moves[e].slot) + ", layer " +
+                              std::to_string(works.moves[e].layer));
+      }
     }
-    for (int32_t t = 0; t < of.count; ++t) {
-      const uint8_t* word = decided.data() + (row * kBlockTokens + t) * 4;
-      of.decided.push_back(
-          DecidedExponents::of(word[0] | uint32_t{word[1]} << 8 | uint32_t{word[2]} << 16));
-      of.importance.push_back(static_cast<int8_t>(of.decided.back().importance));
-    }
+    if (host.hints.empty()) return Status::ok();
+    return upload(hints_, host.hints);
   }
-  return Status::ok();
-}
+
+  // The first blocks of an entry come to the host.
+  Status sample(const DeviceWorks& works, int32_t entry, bool makes_books) {
+    const LayerMove& move = works.moves[entry];
+    const int32_t i = entry / works.num_layers;
+    DeviceWorks one = works;
+    one.slots += i, one.from += entry, one.to += entry;
+    one.count = one.num_layers = 1, one.first_layer = move.layer;
+    if (one.chunk.k != nullptr) {
+      const int64_t skip = int64_t{i} * one.chunk.tokens * heads() * head_dim();
+      one.chunk.k += skip, one.chunk.v += skip;
+      if (one.chunk.significance != nullptr)
+        one.chunk.significance += i * heads() * one.chunk.stride;
+    }
+    Result<CodedCall> call = call_of(one, block_count(move.to.body_end));
+    if (!call) return call.status();
+    uint32_t* const hint = hints_ + config_.max_sequences * layers();
+    call->hints = hint;
+    if (Status s = upload(hint, &kFixesEntry, sizeof(kFixesEntry)); !s) return s;
+    if (Status s = run(OpenEntries{*call}, 1, 1); !s) return s;
+    const int32_t blocks = least(kSampleBlocks, call->blocks);
+    call->group = {0, blocks};
+    if (Status s = load_group(*call); !s) return s;
+    std::vector<CodedRows::BlockTokens> tokens(static_cast<size_t>(heads()) * blocks);
+    if (Status s = download_tokens(*call, move.to.body_end, &tokens); !s) return s;
+    std::vector<WeightedRow> rows;
+    LayerBooks books;
+    const Status fitted =
+        host_->fit_layer(move.layer, tokens, &rows, makes_books ? &books : nullptr);
+    if (!fitted) return fitted;
+    if (per_slot_) {
+      if (Status s = make_tables(move, rows); !s) return s;
+    }
+    if (!makes_books) return Status::ok();
+    host_->set_books(move.layer, books);
+    const Status uploaded = upload_books(move.layer);
+    return uploaded ? upload_layers() : uploaded;
+  }
+
+  Status make_tables(const LayerMove& move, const std::vector<WeightedRow>& rows) {
+    const int64_t record_bytes = device_.shape.row_byte(1) - device_.shape.row_byte(0);
+    std::vector<uint8_t> records(rows.size() * record_bytes);
+    for (size_t h = 0; h < rows.size(); ++h) {
+      const Status usable = weighted_key_channels(rows[h]).status();
+      if (!usable) return usable.with_context("kv_head " + std::to_string(h));
+      put_record(rows[h], records.data() + h * record_bytes);
+    }
+    if (Status s = upload(records_, records); !s) return s;
+    return run(MakeRowTables{device_, records_, record_bytes, move.slot, 1, move.layer, 1}, heads(),
+               MakeRowTables::kThreads / kWarpLanes);
+  }
+
+  // Staged tokens of a call's only entry: [num_kv_heads, blocks].
+  Status download_tokens(const CodedCall& call, int32_t body_end,
+                         std::vector<CodedRows::BlockTokens>* tokens) {
+    const size_t rows = tokens->size(), blocks = rows / heads();
+    const size_t block = static_cast<size_t>(kBlockTokens) * head_dim();
+    std::vector<uint16_t> x[2];
+    std::vector<uint8_t> decided(rows * kBlockTokens * 4);
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      std::vector<uint16_t>& of = x[static_cast<int32_t>(c)];
+      of.resize(rows * block);
+      if (Status s = download(of.data(), call.staged(c, 0), 2 * of.size()); !s) return s;
+    }
+    if (Status s = download(decided.data(), call.decided, decided.size()); !s) return s;
+    for (size_t i = 0; i < rows; ++i) {
+      const auto b = static_cast<int32_t>(i % blocks);
+      const size_t row = b * static_cast<size_t>(heads()) + i / blocks;
+      CodedRows::BlockTokens& of = (*tokens)[i];
+      of.first = device_.shape.first_of(b);
+      of.count = CodedShape::end_of(b, body_end) - of.first;
+      for (int32_t c = 0; c < 2; ++c) {
+        const uint16_t* from = x[c].data() + row * block;
+        for (int32_t n = 0; n < of.count * head_dim(); ++n)
+          of.x[c].push_back(half_to_float(from[n]));
+      }
+      for (int32_t t = 0; t < of.count; ++t) {
+        const uint8_t* word = decided.data() + (row * kBlockTokens + t) * 4;
+        of.decided.push_back(
+            DecidedExponents::of(word[0] | uint32_t{word[1]} << 8 | uint32_t{word[2]} << 16));
+        of.importance.push_back(static_cast<int8_t>(of.decided.back().importance));
+      }
+    }
+    return Status::ok();
+  }
+
+  bool is_one_group(const CodedCall& call) const {
+    return int64_t{call.layer_cells()} * call.works.num_layers <= call.group_cells;
+  }
+
+  std::unique_ptr<DeviceMemory> saved_;  // of the call between plan() and write()
+  uint8_t* saved_blocks_ = nullptr;
+  HostPlan planned_;
+};
 
 }  // namespace tierkv::store

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Coded rows in device memory: the bytes of CodedRows (coded_rows.h), made, read and attended to by
-// kernels. Kernels are structs: all threads call one with the CTA's shared memory.
+// kernels.
 //
 // Steps of sequences whose layers are fixed run without the host. A call that fixes a layer waits
 // for the device where the host has to work out something from tokens: codebooks, once for a layer
@@ -9,73 +9,253 @@
 //
 // Where the newest block is continued on a page that a fork shares, a captured step puts the block
 // behind all others and leaves the old one as it is; the host's table is shorter then.
+//
+// The class is written in parts, each on top of the last: memory, attention, plan() and write(),
+// and here body tokens back to finished keys and values, for readers and for the ring, and what a
+// truncation or a fork does.
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "attention/coded/coded_attention.h"
-#include "attention/coded/weighted_tables.h"
-#include "codec/format/element.h"
-#include "gpu/cuda_device.cuh"
-#include "gpu/launch.cuh"
-#include "gpu/pdl.cuh"
-#include "store/rows/coded/coded_rows.h"
-#include "store/rows/coded/device_encode.cuh"
-#include "store/rows/coded/device_places.cuh"
-#include "store/rows/coded/device_row_tables.cuh"
-#include "store/rows/coded/device_tokens.cuh"
-#include "store/rows/device_memory.cuh"
+#include "codec/gpu/coded/weighted_decode.cuh"
+#include "store/rows/coded/device_coded_plan.cuh"
 
 namespace tierkv::store {
 
-template <class Body>
-__global__ void __launch_bounds__(Body::kThreads) run_body(const __grid_constant__ Body body) {
-  extern __shared__ __align__(1024) uint8_t shared[];
-  wait_for_previous_kernel();
-  body(shared);
-}
-template <class Body>
-__global__ void __launch_bounds__(Body::kThreads, Body::kCtas)
-    run_dense_body(const __grid_constant__ Body body) {
-  extern __shared__ __align__(1024) uint8_t shared[];
-  wait_for_previous_kernel();
-  body(shared);
-}
+// Ranges of a fixed layer for decode_weighted_items(); empty ones where it is not fixed. A thread
+// for a kv_head and component.
+struct MakeReadRanges {
+  static constexpr int32_t kThreads = 128;
+  CodedDevice device;
+  DeviceRead to;
+  WeightedRange* ranges = nullptr;  // [2, num_kv_heads]
 
-enum class AttendedRows : int32_t;
-struct ReadTarget;
-
-// What the host knows of the blocks of a (sequence, layer), whose kernels may still be under way.
-struct LayerState {
-  bool fixed = false, waits = false;  // coded, or raw blocks; neither where only replays made some
-  bool shares = false;                // another sequence may read the pages of the newest block
+  __device__ void operator()(uint8_t*) const {
+    const int32_t heads = device.heads();
+    for (int32_t i = thread_of_grid(); i < 2 * heads; i += threads_of_grid()) {
+      const int32_t h = i % heads;
+      WeightedRange r;
+      if (device.is_fixed(to.slot, to.layer)) {
+        r.body_first = device.shape.sink_tokens, r.body_last = to.body_end;
+        r.first = to.range.first, r.last = to.range.end;
+        r.row = device.row(to.slot, to.layer, h);
+        // The places are those of kv_head 0.
+        r.first_block = 2 * h * device.shape.max_blocks;
+        r.out = to.of(i < heads ? Component::kKey : Component::kValue) +
+                int64_t{h} * device.shape.head_dim;
+        r.token_stride = int64_t{heads} * device.shape.head_dim;
+      }
+      ranges[i] = r;
+    }
+  }
 };
 
-class DeviceCodedRows final : public DeviceRowFormat {
+struct DecodeRanges {
+  static constexpr int32_t kThreads = kDecodeWarps * kWarpLanes;
+  WeightedDecode call;
+  __device__ void operator()(uint8_t* shared) const { decode_weighted_items(call, shared); }
+};
+
+// Counts blocks of the fixed layers of a slot that do not decode. CTAs {x, 2 * layers}.
+struct CheckBlocks {
+  static constexpr int32_t kThreads = kDecodeWarps * kWarpLanes;
+  CodedDevice device;
+  int32_t slot = 0;
+  const LayerTokens* counts = nullptr;  // [layers]
+  WeightedDecode decode;                // but for component and book
+  int32_t* damaged = nullptr;
+
+  __device__ void operator()(uint8_t* shared) const {
+    const auto layer = static_cast<int32_t>(blockIdx.y / 2u), heads = device.heads();
+    WeightedDecode call = decode;
+    call.component = static_cast<Component>(blockIdx.y % 2u);
+    call.book = device.layers[layer].books[blockIdx.y % 2u];
+    if (call.book.codebook == nullptr || !device.is_fixed(slot, layer)) return;
+    const int32_t end = counts[layer].body_end;
+    const auto block_of = [&](int32_t i, WeightedPlace* place) {
+      const CodedBlockRef ref = device.refs(slot, layer, i % heads, call.component)[i / heads];
+      *place = {ref.offset, ref.units};
+      return device.shape.tokens_of(i / heads, end);
+    };
+    const int32_t found = count_damaged(call, shared, block_count(end) * heads, block_of);
+    if (found > 0 && lane_index() == 0) atomicAdd(damaged, found);
+  }
+};
+
+// Where the layer is not fixed.
+struct ReadRawTokens {
+  static constexpr int32_t kThreads = 256;
+  CodedDevice device;
+  DeviceRead to;
+
+  __device__ void operator()(uint8_t*) const {
+    if (device.is_fixed(to.slot, to.layer)) return;
+    const int32_t heads = device.heads(), dims = device.shape.head_dim;
+    const int64_t all = int64_t{to.range.count()} * heads * dims;
+    for (int64_t i = thread_of_grid(); i < 2 * all; i += threads_of_grid()) {
+      const auto c = static_cast<Component>(i / all);
+      const auto at = static_cast<int32_t>(i % all);
+      const int32_t p = to.range.first + at / (heads * dims), h = at / dims % heads;
+      const CodedBlockRef ref = device.refs(to.slot, to.layer, h, c)[p / kBlockTokens];
+      const uint8_t* tiles =
+          device.view.pages.base + int64_t{ref.offset} * kUnitBytes + kBlockTokens;
+      const int32_t t = p - device.shape.first_of(p / kBlockTokens);
+      const uint16_t x = raw_tile_element(tiles, dims, c, t, at % dims);
+      to.of(c)[at] = to.dtype == DType::kFloat16 ? x : float_to_bfloat16(half_to_float(x));
+    }
+  }
+};
+
+// Tokens that were read go to the ring, with what the format decided about them: positions of one
+// block.
+struct RestoreTokens {
+  static constexpr int32_t kThreads = 256;
+  CodedDevice device;
+  DeviceRead from;
+
+  __device__ void operator()(uint8_t*) const {
+    const int32_t heads = device.heads(), dims = device.shape.head_dim;
+    const int32_t all = from.range.count() * heads * dims;
+    uint8_t* const rows = device.view.slots.raw(from.slot, from.layer);
+    const RawLayout& raw = device.view.raw;
+    for (int32_t i = thread_of_grid(); i < all; i += threads_of_grid()) {
+      const int32_t p = from.range.first + i / (heads * dims), h = i / dims % heads, d = i % dims;
+      uint8_t* const row = rows + int64_t{h} * raw.row_bytes;
+      for (const Component c : {Component::kKey, Component::kValue}) {
+        *reinterpret_cast<uint16_t*>(row + raw.ring_byte(c, p, d)) = from.of(c)[i];
+      }
+      if (d == 0) *reinterpret_cast<RawScore*>(row + raw.score_byte(p)) = score_of(h, p);
+    }
+  }
+
+ private:
+  __device__ RawScore score_of(int32_t h, int32_t p) const {
+    if (device.layers[from.layer].is_raw != 0) return {};
+    const int32_t block = p / kBlockTokens, t = p - device.shape.first_of(block);
+    DecidedExponents decided;
+    decided.importance = exponent_of(h, Component::kKey, block, t);
+    decided.has_value = device.is_fixed(from.slot, from.layer);
+    if (decided.has_value) decided.value = exponent_of(h, Component::kValue, block, t);
+    return {bits_float(decided.bits()), RawScore::kDecided};
+  }
+  __device__ int32_t exponent_of(int32_t h, Component c, int32_t block, int32_t t) const {
+    const CodedBlockRef ref = device.refs(from.slot, from.layer, h, c)[block];
+    const uint8_t* bytes = device.view.pages.base + int64_t{ref.offset} * kUnitBytes;
+    if (!device.is_fixed(from.slot, from.layer)) return static_cast<int8_t>(bytes[t]);
+    const WeightedBlockHeader header = load_weighted_header(bytes);
+    return header.least_exponent + static_cast<int32_t>(load_field(bytes + kCodedBlockHeaderBytes,
+                                                                   t, header.exponent_bits));
+  }
+};
+
+class DeviceCodedRows final : public PlannedCodedRows {
  public:
-  // Staging memory, unless the store's longest call takes less.
-  static constexpr int64_t kStagingBytes = int64_t{64} << 20;
+  using PlannedCodedRows::PlannedCodedRows;
 
-  DeviceCodedRows(const StoreConfig& config, CodedRows* host) : config_(config), host_(host) {}
+  Status read(const DeviceRead& to) override {
+    const int64_t elements = int64_t{to.range.count()} * heads() * head_dim();
+    if (Status s = run(ReadRawTokens{device_, to}, elements, 1024); !s) return s;
+    const DeviceLayer& layer = host_layers_[to.layer];
+    if (layer.books[0].codebook == nullptr) return Status::ok();
+    const MakeReadRanges make{device_, to, scratch_.ranges};
+    if (Status s = run(make, 2 * heads(), MakeReadRanges::kThreads); !s) return s;
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      WeightedDecode decode;
+      decode.bytes = device_.view.pages.base;
+      decode.size = device_.pool_bytes;
+      decode.places = reinterpret_cast<const WeightedPlace*>(directory(to.slot, to.layer, c));
+      decode.ranges = scratch_.ranges + (c == Component::kKey ? 0 : heads());
+      decode.status = scratch_.status;
+      const DeviceRowTables& t = device_.tables;
+      decode.rows = {t.key_scales, t.key_means, t.value_steps, layer.rope, t.rows, head_dim()};
+      decode.book = layer.books[static_cast<int32_t>(c)];
+      decode.component = c;
+      decode.dtype = to.dtype;
+      decode.token_stride = int64_t{heads()} * head_dim();
+      decode.num_ranges = heads();
+      decode.most_blocks = block_count(to.range.end) - to.range.first / kBlockTokens;
+      if (Status s = decode.validate(); !s) return s;
+      int32_t shared = 0;
+      const int32_t warps = decode_warps(decode, &shared);
+      const int64_t items = int64_t{decode.num_ranges} * decode.most_blocks;
+      const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1, limits_.sms);
+      Status s = launch(DecodeRanges{decode}, dim3(static_cast<uint32_t>(ctas)), shared,
+                        warps * kWarpLanes);
+      if (!s) return s;
+    }
+    return Status::ok();
+  }
 
-  Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
-  int64_t workspace_bytes() const override { return memory_.bytes(); }
-  void released(int32_t slot) override { std::fill_n(&state_of(slot, 0), layers(), LayerState{}); }
-  bool checks_chunks() const override { return true; }
-  bool may_rewrite(const DeviceWorks& works) const override;
-  Status require_capturable(const DeviceWorks& works) const override;
-  int64_t most_pages(const DeviceWorks& works) const override;
-  Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override;
-  Status write(const DeviceWorks& works, const PageCopy* copies) override;
-  Status attend(const DeviceAttendBody& body) override;
-  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override;
-  Status restore(const LayerMove& move, Positions range) override;
-  Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
-  Status cut(const DeviceWorks& works, const PageCopy* copies) override;
+  // Shared memory is for the largest block and table that there are, so that many warps fit.
+  Status check_imported(const std::vector<HostLayer>& imported,
+                        const LayerTokens* counts) override {
+    WeightedDecode decode;
+    decode.bytes = device_.view.pages.base;
+    decode.size = device_.pool_bytes;
+    decode.rows.head_dim = head_dim();
+    int32_t blocks = 0;
+    uint32_t units = 1;
+    for (const HostLayer& layer : imported) {
+      const DeviceBook* books = host_layers_[layer.layer].books;
+      if (books[0].codebook == nullptr || !host_->is_fixed(layer)) continue;
+      const int32_t count = block_count(layer.at.body_end);
+      blocks = most(blocks, count);
+      for (int32_t i = 0; i < 2 * heads(); ++i) {
+        decode.book.max_length = most(decode.book.max_length, books[i % 2].max_length);
+        const auto* refs = host_->state_at<CodedBlockRef>(
+            layer, device_.shape.refs_byte(i / 2, static_cast<Component>(i % 2)));
+        for (int32_t b = 0; b < count; ++b) units = std::max(units, refs[b].units);
+      }
+    }
+    if (blocks == 0) return Status::ok();
+    decode.max_block_bytes =
+        std::min(kMaxWeightedBlockBytes, static_cast<int32_t>(units) * kUnitBytes);
+    int32_t shared = 0, damaged = 0;
+    const int32_t warps = decode_warps(decode, &shared);
+    const CheckBlocks check = {device_, imported[0].slot, counts, decode, scratch_.left};
+    // Each table is loaded for four blocks a warp.
+    const dim3 grid(static_cast<uint32_t>((blocks * heads() + 4 * warps - 1) / (4 * warps)),
+                    static_cast<uint32_t>(2 * layers()));
+    if (Status s = upload(scratch_.left, &damaged, sizeof(damaged)); !s) return s;
+    if (Status s = launch(check, grid, shared, warps * kWarpLanes); !s) return s;
+    if (Status s = download(&damaged, scratch_.left, sizeof(damaged)); !s) return s;
+    return damaged == 0 ? Status::ok()
+                        : Status(StatusCode::kCorrupt, "body: blocks do not decode on the device");
+  }
+
+  // The tokens of less than a block fit into staging memory.
+  Status restore(const LayerMove& move, Positions range) override {
+    if (range.count() <= 0) return Status::ok();
+    const DeviceRead to = {move.slot,
+                           move.layer,
+                           move.from.body_end,
+                           range,
+                           DType::kFloat16,
+                           scratch_.staged(Component::kKey, 0),
+                           scratch_.staged(Component::kValue, 0)};
+    if (Status s = read(to); !s) return s;
+    return run(RestoreTokens{device_, to}, int64_t{range.count()} * heads() * head_dim(), 1024);
+  }
+
+  Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
+    Result<CodedCall> call = call_of(works, 1);
+    if (!call) return call.status();
+    call->counts = counts;
+    return run(CutCounts{*call}, works.entries(), CutCounts::kThreads);
+  }
+
+  Status cut(const DeviceWorks& works, const PageCopy* copies) override {
+    for (const int32_t slot : std::exchange(copies_, {})) {
+      const MakeRowTables make{device_, nullptr, 0, slot, 1, 0, layers()};
+      Status s = run(make, layers() * heads(), MakeRowTables::kThreads / kWarpLanes);
+      if (!s) return s;
+    }
+    if (copies == nullptr) return Status::ok();
+    Result<CodedCall> call = call_of(works, 1);
+    if (!call) return call.status();
+    call->copies = copies;
+    return run(RelocateBlocks{*call}, int64_t{works.entries()} * heads() * 2,
+               RelocateBlocks::kThreads / kWarpLanes);
+  }
+
   void forked(int32_t from, int32_t to) override {
     for (int32_t l = 0; l < layers(); ++l) {
       state_of(from, l).shares = true;
@@ -83,102 +263,8 @@ class DeviceCodedRows final : public DeviceRowFormat {
     }
     if (per_slot_) copies_.push_back(to);
   }
-  Status download_shared(RowFormat* host) override;
-  Status check_imported(const std::vector<HostLayer>& layers, const LayerTokens* counts) override;
-  Status upload_shared(const RowFormat& host, const std::vector<HostLayer>& layers) override;
-
-  // For tests: fewer bytes of staging memory, before bind().
-  void set_staging_bytes(int64_t bytes) { staging_bytes_ = bytes; }
 
  private:
-  // What plan() and write() of a call share on the host.
-  struct HostPlan {
-    std::vector<uint32_t> hints;   // [entries]; empty: all are 0
-    std::vector<int32_t> fits;     // entries whose means and steps come from their tokens
-    std::vector<int32_t> samples;  // entries whose tokens make a layer's codebooks
-    int32_t saved = 0;             // entries that rewrite
-    bool continues = false;        // a block that is there may grow
-    bool leaves_raw = false;       // a block may stay raw
-  };
-
-  int32_t layers() const { return config_.layout.num_layers; }
-  int32_t heads() const { return config_.layout.num_kv_heads; }
-  int32_t head_dim() const { return config_.layout.head_dim; }
-  bool has_books(int32_t layer) const { return !host_->books(layer).empty(); }
-  LayerState& state_of(int32_t slot, int32_t layer) {
-    return states_[static_cast<size_t>(slot) * layers() + layer];
-  }
-  const LayerState& state_of(int32_t slot, int32_t layer) const {
-    return states_[static_cast<size_t>(slot) * layers() + layer];
-  }
-  // Whether the layer's blocks, if there are any, are coded.
-  bool is_fixed(const LayerMove& move) const {
-    const LayerState& s = state_of(move.slot, move.layer);
-    return s.fixed || (!s.waits && move.from.body_end > 0);
-  }
-  dim3 grid_of(int64_t items, int32_t per_cta) const {
-    const int64_t ctas = (items + per_cta - 1) / per_cta;
-    return dim3(static_cast<uint32_t>(std::clamp<int64_t>(ctas, 1, 8 * limits_.sms)));
-  }
-  // `from` may change afterwards.
-  Status upload(void* to, const void* from, size_t bytes) const {
-    if (bytes == 0) return Status::ok();
-    return cuda_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_),
-                       "coded rows: upload");
-  }
-  template <class T>
-  Status upload(void* to, const std::vector<T>& from) const {
-    return upload(to, from.data(), from.size() * sizeof(T));
-  }
-  // Waits.
-  Status download(void* to, const void* from, size_t bytes) const {
-    cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_);
-    if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
-    return cuda_status(error, "coded rows: download");
-  }
-  template <class Body>
-  Status launch(const Body& body, dim3 grid, int32_t shared, int32_t threads) const {
-    void (*kernel)(const Body);
-    if constexpr (requires { Body::kCtas; }) {
-      kernel = run_dense_body<Body>;
-    } else {
-      kernel = run_body<Body>;
-    }
-    if (shared > 0) {
-      const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-      if (Status s = cuda_status(error, "coded rows: shared memory"); !s) return s;
-    }
-    return launch_after_previous(kernel, grid, static_cast<uint32_t>(threads),
-                                 static_cast<size_t>(shared), stream_, body);
-  }
-  template <class Body>
-  Status run(const Body& body, int64_t items, int32_t per_cta) const {
-    return launch(body, grid_of(items, per_cta), 0, Body::kThreads);
-  }
-
-  Status take_memory();
-  Status upload_tables();
-  // upload_layers() follows.
-  Status upload_books(int32_t layer);
-  Status upload_layers() { return upload(device_layers_, host_layers_); }
-  // What the host finds of a call; changes nothing.
-  HostPlan host_plan(const DeviceWorks& works) const;
-  int32_t most_blocks(const DeviceWorks& works, const HostPlan& host) const;
-  Status prepare(const DeviceWorks& works, const HostPlan& host);
-  Status sample(const DeviceWorks& works, int32_t entry, bool makes_books);
-  Status make_tables(const LayerMove& move, const std::vector<WeightedRow>& rows);
-  Status download_tokens(const CodedCall& call, int32_t body_end,
-                         std::vector<CodedRows::BlockTokens>* tokens);
-  Result<CodedCall> call_of(const DeviceWorks& works, int32_t blocks) const;
-  template <class Each>
-  Status for_groups(const CodedCall& call, const Each& each);
-  bool is_one_group(const CodedCall& call) const {
-    return int64_t{call.layer_cells()} * call.works.num_layers <= call.group_cells;
-  }
-  Status load_group(const CodedCall& call, const CellGroup& group);
-  Status encode_group(const CodedCall& call, const CellGroup& group, bool writes);
-  Status read_to(const ReadTarget& to);
   // Warps of a CTA that decodes, which takes *bytes of shared memory.
   int32_t decode_warps(const WeightedDecode& decode, int32_t* bytes) const {
     const int32_t base = weighted_region_bytes(decode) + weighted_decode_cta_bytes(decode) + 16;
@@ -187,56 +273,8 @@ class DeviceCodedRows final : public DeviceRowFormat {
     *bytes = base + warps * each;
     return warps;
   }
-  Status bind_attention();
-  Status bind_turns(int32_t layer);
-  CodedAttention call_of_layer(int32_t layer) const;
-  Status attend_rows(const DeviceAttendBody& body, AttendedRows which);
-  Status save(CodedCall* call);
-  void note(const DeviceWorks& works);
-  // The directory of kv_head 0 of a (slot, layer).
-  const CodedBlockRef* directory(int32_t slot, int32_t layer, Component c) const {
-    return device_.refs(slot, layer, 0, c);
-  }
-  template <int32_t kPer>
-  Status encode_group_of(const CodedCall& call, const CellGroup& group, bool writes);
 
-  StoreConfig config_;
-  CodedRows* host_;
-  DeviceLimits limits_;
-  GpuStream stream_ = nullptr;
-  CodedDevice device_;
-  std::vector<LayerState> states_;  // [max_sequences, layers]
-  bool per_slot_ = false;
-  int64_t staging_bytes_ = kStagingBytes;
-
-  DeviceMemory memory_{"coded rows"};
-  std::unique_ptr<DeviceMemory> saved_;  // of the call between plan() and write()
-  uint8_t* saved_blocks_ = nullptr;
-  int32_t cells_ = 0;  // that a call may have
-  // In memory_.
-  CodedCall scratch_;
-  DeviceLayer* device_layers_ = nullptr;
-  uint8_t* records_ = nullptr;  // [layers, heads]
-  uint32_t* hints_ = nullptr;
-  DeviceCodebook* books_ = nullptr;  // [layers, 2]
-  uint32_t* book_tables_ = nullptr;
-  uint32_t* book_words_ = nullptr;
-  uint16_t* book_cheapest_ = nullptr;
-  std::vector<DeviceLayer> host_layers_;
-  std::vector<DeviceCodebook> host_books_;  // [layers, 2]: what books_ holds
-  HostPlan planned_;
-
-  CodedRow* attended_rows_ = nullptr;  // [max_sequences, heads]
-  int32_t* item_count_ = nullptr;
-  StatusCode* row_status_ = nullptr;  // [max_sequences, heads]
-  uint8_t* workspace_ = nullptr;
-  std::vector<WeightedRows> weighted_;  // of each layer: its turns
   std::vector<int32_t> copies_;  // slots that became copies; their row tables are not made yet
 };
 
 }  // namespace tierkv::store
-
-#include "store/rows/coded/device_coded_attention.cuh"
-#include "store/rows/coded/device_coded_cut.cuh"
-#include "store/rows/coded/device_coded_plan.cuh"
-#include "store/rows/coded/device_coded_setup.cuh"

@@ -14,12 +14,11 @@ struct EncodeCells {
   static constexpr int32_t kCtas = 2;
   static constexpr int32_t kCallBytes = (sizeof(WeightedEncode) + 15) / 16 * 16;
   CodedCall call;
-  CellGroup group;
   bool writes = false;
 
   __device__ void operator()(uint8_t* shared) const {
     if (writes && (!call.works.has_pages() || *call.left == 0)) return;
-    if (cells_of_layer(call, group, static_cast<int32_t>(blockIdx.y)).count() == 0) return;
+    if (cells_of_layer(call, static_cast<int32_t>(blockIdx.y)).count() == 0) return;
     auto* const encode = reinterpret_cast<WeightedEncode*>(shared);
     if (threadIdx.x == 0) *encode = encode_call(static_cast<int32_t>(blockIdx.y));
     __syncthreads();
@@ -31,7 +30,7 @@ struct EncodeCells {
  private:
   __device__ WeightedEncode encode_call(int32_t l) const {
     const int32_t heads = call.heads();
-    const Positions cells = cells_of_layer(call, group, l);
+    const Positions cells = cells_of_layer(call, l);
     const DeviceLayer& layer = call.device.layers[call.works.first_layer + l];
     const DeviceRowTables& tables = call.device.tables;
     WeightedEncode e;
@@ -51,7 +50,7 @@ struct EncodeCells {
     }
     if (writes) e.bytes = call.device.view.pages.base;
     e.size = call.device.pool_bytes;
-    const int64_t first = status_of_layer(call, group, l);
+    const int64_t first = status_of_layer(call, l);
     e.status = call.status + first;
     if (has_one_group(call)) e.kept = call.kept + first;
     e.token_stride = call.head_dim();
@@ -66,13 +65,12 @@ struct EncodeCells {
 struct MoveBlocks {
   static constexpr int32_t kThreads = 128;
   CodedCall call;
-  CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
     if (!call.works.has_pages()) return;
-    const int32_t items = cells_of_group(call, group) * call.heads() * 2;
+    const int32_t items = cells_of_group(call) * call.heads() * 2;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
-      const CellOf cell = cell_of(call, group, i / 2 / call.heads());
+      const CellOf cell = cell_of(call, i / 2 / call.heads());
       if (cell.entry < 0 || call.entries[cell.entry].failed != 0) continue;
       const WeightedPlace place = resolve(i, cell);
       if (!is_written(call, cell, EntryForm::kCoded)) continue;
@@ -105,8 +103,8 @@ struct MoveBlocks {
   __device__ bool is_kept(int32_t i, const CellOf& cell) const {
     if (!has_one_group(call)) return false;
     const int32_t l = cell.layer - call.works.first_layer;
-    const int64_t before = 2 * int64_t{cells_of_layer(call, group, l).first} * call.heads();
-    return call.kept[status_of_layer(call, group, l) + i - before] != 0;
+    const int64_t before = 2 * int64_t{cells_of_layer(call, l).first} * call.heads();
+    return call.kept[status_of_layer(call, l) + i - before] != 0;
   }
   __device__ void move(int32_t i, const WeightedPlace& place) const {
     const auto* const from =

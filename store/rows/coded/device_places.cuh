@@ -271,15 +271,14 @@ struct RelocateBlocks {
 struct WriteRawBlocks {
   static constexpr int32_t kThreads = 256;
   CodedCall call;
-  CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
     if (!call.works.has_pages()) return;
-    const int32_t items = cells_of_group(call, group) * call.heads() * 2;
+    const int32_t items = cells_of_group(call) * call.heads() * 2;
     for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
          i += static_cast<int32_t>(gridDim.x)) {
       const int32_t row = i / 2, kv_head = row % call.heads();
-      const CellOf cell = cell_of(call, group, row / call.heads());
+      const CellOf cell = cell_of(call, row / call.heads());
       if (!is_written(call, cell, EntryForm::kRaw)) continue;
       const auto c = static_cast<Component>(i % 2);
       const WeightedPlace place = call.places[i % 2][cell.cell * call.heads() + kv_head];

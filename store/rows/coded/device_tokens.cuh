@@ -85,14 +85,13 @@ __device__ inline LogMean added_mean(const CodedCall& call, const CellOf& cell, 
 struct GatherTokens {
   static constexpr int32_t kThreads = 256;
   CodedCall call;
-  CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
     if (is_loaded(call)) return;
-    const int32_t heads = call.heads(), items = cells_of_group(call, group) * heads;
+    const int32_t heads = call.heads(), items = cells_of_group(call) * heads;
     for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
          i += static_cast<int32_t>(gridDim.x)) {
-      gather(i, cell_of(call, group, i / heads), i % heads);
+      gather(i, cell_of(call, i / heads), i % heads);
     }
   }
 
@@ -191,11 +190,10 @@ struct GatherTokens {
 struct DecideExponents {
   static constexpr int32_t kThreads = 128;
   CodedCall call;
-  CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
     if (is_loaded(call)) return;
-    const int32_t heads = call.heads(), items = cells_of_group(call, group) * heads;
+    const int32_t heads = call.heads(), items = cells_of_group(call) * heads;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       decide_cell(i / heads, i % heads);
     }
@@ -203,7 +201,7 @@ struct DecideExponents {
 
  private:
   __device__ void decide_cell(int32_t index, int32_t kv_head) const {
-    const CellOf cell = cell_of(call, group, index);
+    const CellOf cell = cell_of(call, index);
     if (cell.entry < 0) return;
     const EntryDraft& draft = call.entries[cell.entry];
     const auto* const state = call.device.state<CodedRowState>(cell.slot, cell.layer,
@@ -257,12 +255,11 @@ struct DecideExponents {
 struct DecodeOldBlocks {
   static constexpr int32_t kThreads = 128;
   CodedCall call;
-  CellGroup group;
   int32_t max_block_bytes = 0;  // of a slice
 
   __device__ void operator()(uint8_t* shared) const {
     const auto layer = static_cast<int32_t>(blockIdx.y / 2);
-    if (is_loaded(call) || cells_of_layer(call, group, layer).count() == 0) return;
+    if (is_loaded(call) || cells_of_layer(call, layer).count() == 0) return;
     if (!continues_blocks(layer)) return;
     auto* const decode = reinterpret_cast<WeightedDecode*>(shared);
     if (threadIdx.x == 0) {
@@ -324,10 +321,10 @@ struct DecodeOldBlocks {
                                     mine + kFactorBytes + kCodesTileBytes};
     TableReader reader(book->codebook, region);
     const int32_t heads = call.heads();
-    const Positions cells = cells_of_layer(call, group, layer);
+    const Positions cells = cells_of_layer(call, layer);
     for (int32_t i = warp_of_grid(); i < cells.count() * heads; i += warps_of_grid()) {
       const int32_t row = cells.first * heads + i;
-      const CellOf cell = cell_of(call, group, row / heads);
+      const CellOf cell = cell_of(call, row / heads);
       if (is_written(call, cell, EntryForm::kCoded))
         decode_block(decode, row, cell, book->codebook, reader, memory);
       __syncwarp();

@@ -6,7 +6,12 @@
 #include <algorithm>
 #include <vector>
 
+#include "attention/core/workspace.h"
 #include "attention/engine/engine.h"
+#include "gpu/cuda_device.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/pdl.cuh"
+#include "store/place/device/batch_book.h"
 #include "store/rows/device_memory.cuh"
 #include "store/rows/tiers/device_tiers_codes.cuh"
 #include "store/rows/tiers/tiers_rows.h"
@@ -14,15 +19,36 @@
 
 namespace tierkv::store {
 
-// There are two plans: of calls that run at once, and of calls that are captured in a graph, whose
-// replays write theirs again.
-inline constexpr int32_t kTiersPlans = 2;
+// What attention needs to know of the states of sequences: the counts of their tokens.
+struct TiersCounts {
+  DeviceStoreView view;
+  TiersShape shape;
+  const int32_t* slots = nullptr;  // device [count]
+  int32_t count = 0;
+  SideCounts* tokens = nullptr;  // device [num_rows] of the tables
+};
+
+// A thread a row of every layer.
+inline __global__ void __launch_bounds__(kTiersThreads)
+    gather_counts_kernel(const __grid_constant__ TiersCounts c) {
+  wait_for_previous_kernel();
+  const int32_t rows = c.view.num_layers * c.view.num_kv_heads;
+  const int32_t i = static_cast<int32_t>(blockIdx.x) * kTiersThreads + threadIdx.x;
+  if (i >= c.count * rows) return;
+  const int32_t slot = c.slots[i / rows], layer = i % rows / c.view.num_kv_heads,
+                kv_head = i % c.view.num_kv_heads;
+  const auto* row = reinterpret_cast<const TiersRow*>(c.view.slots.state(slot, layer) +
+                                                      c.shape.row_byte(kv_head));
+  SideCounts tokens;
+  for (int32_t side = 0; side < 2; ++side) tokens.of[side] = row->tokens[side];
+  c.tokens[c.view.pages.row(slot, layer, kv_head)] = tokens;
+}
 
 // Layers whose pages have the formats of one config.
 struct TiersAttention {
   AttentionConfig config;                // of one query
   AttentionGrid grids[kMaxQueryTokens];  // by queries
-  AttentionWorkspace workspaces[kTiersPlans];
+  AttentionWorkspace workspaces[kBatchMemories];
 
   AttentionConfig of_queries(int32_t q_len) const {
     AttentionConfig c = config;
@@ -33,18 +59,172 @@ struct TiersAttention {
 
 class DeviceTiersAttention {
  public:
-  DeviceTiersAttention(const StoreConfig& config, const TiersRows& rows);
+  DeviceTiersAttention(const StoreConfig& config, const TiersRows& rows)
+      : config_(config),
+        is_raw_layer_(config.layout.num_layers),
+        class_of_head_(rows.class_of_head()) {
+    const CacheLayout& shape = config.layout;
+    for (const int32_t l : config.raw_layers) {
+      is_raw_layer_[l] = 1;
+      std::fill_n(class_of_head_.begin() + int64_t{l} * shape.num_kv_heads, shape.num_kv_heads,
+                  uint8_t{0});
+    }
+    has_raw_ = !config.raw_layers.empty();
+    has_coded_ = static_cast<int32_t>(config.raw_layers.size()) < shape.num_layers;
+    AttentionConfig& coded = coded_.config;
+    coded.num_layers = shape.num_layers;
+    coded.num_q_heads = shape.num_q_heads;
+    coded.num_kv_heads = shape.num_kv_heads;
+    coded.head_dim = shape.head_dim;
+    coded.sm_scale = shape.sm_scale;
+    coded.page_bytes = rows.sizes().page_bytes;
+    coded.page_records = false;
+    raw_.config = coded;
+    raw_.config.num_tiers = 1;
+    raw_.config.tiers[0] = {kHighSide, raw_tier()};
+    const std::vector<TierClass>& classes = std::get<TiersFormat>(rows.config().format).classes;
+    coded.num_tiers = 2;
+    coded.tiers[0] = {kHighSide, classes[0].high};
+    coded.tiers[1] = {kLowSide, classes[0].low};
+    coded.classes.count = static_cast<int32_t>(classes.size());
+    for (size_t c = 1; c < classes.size(); ++c) {
+      coded.classes.format[c - 1][0] = classes[c].high;
+      coded.classes.format[c - 1][1] = classes[c].low;
+    }
+    if (classes.size() > 1) coded.classes.of_head = class_of_head_.data();
+  }
   // Grids and memory.
-  Status bind(const DeviceStoreView& view, DeviceMemory* memory);
+  Status bind(const DeviceStoreView& view, DeviceMemory* memory) {
+    view_ = view;
+    if (has_coded_) {
+      if (Status s = bind_part(&coded_, memory); !s) return s;
+    }
+    if (has_raw_) {
+      if (Status s = bind_part(&raw_, memory); !s) return s;
+    }
+    const int64_t vectors =
+        int64_t{config_.max_sequences} * kMaxQueryTokens * config_.layout.num_q_heads;
+    for (SideCounts*& tokens : tokens_) {
+      if (Status s = memory->take(view.pages.allocator.shape.table.num_rows(), &tokens); !s)
+        return s;
+    }
+    if (Status s = memory->take(vectors * config_.layout.head_dim, &q_); !s) return s;
+    if (Status s = memory->take(vectors * config_.layout.head_dim, &out_); !s) return s;
+    return memory->take(vectors, &lse_);
+  }
   // codes: those of the kernels.
-  Status attend(const DeviceAttendBody& call, const TiersCodes& codes, GpuStream stream);
+  Status attend(const DeviceAttendBody& call, const TiersCodes& codes, GpuStream stream) {
+    const int32_t index = call.is_captured ? 1 : 0;
+    if (call.new_plan) {
+      if (Status s = plan(call, codes, index, stream); !s) return s;
+    }
+    const TiersAttention& part = is_raw_layer_[call.layer] != 0 ? raw_ : coded_;
+    const EngineQueries queries = queries_of(call, codes);
+    if (Status s = pack_queries(queries, stream); !s) return s;
+    AttendCall attend;
+    attend.table = table(part, index);
+    attend.pages = {view_.pages.base, nullptr, view_.pages.page_bytes,
+                    view_.pages.allocator.shape.num_pages};
+    attend.batch = {call.slots, call.count};
+    attend.layer = call.layer;
+    attend.q = q_;
+    attend.out = out_;
+    attend.lse = lse_;
+    attend.tail.is_elsewhere = true;
+    // The packing of queries began when all work before it had ended, and writes neither.
+    attend.plan_is_settled = true;
+    std::fill_n(attend.settled, part.config.num_tiers, Settled::kAll);
+    if (Status s = tierkv::attend(part.of_queries(call.q_len), part.grids[call.q_len - 1], attend,
+                                  part.workspaces[index], stream);
+        !s) {
+      return s;
+    }
+    return unpack_outputs(queries, stream);
+  }
 
  private:
-  Status bind_part(TiersAttention* part, DeviceMemory* memory);
+  Status bind_part(TiersAttention* part, DeviceMemory* memory) {
+    size_t bytes = 0;
+    for (int32_t q_len = 1; q_len <= kMaxQueryTokens; ++q_len) {
+      const AttentionConfig config = part->of_queries(q_len);
+      const Result<AttentionGrid> grid = attention_grid(config);
+      if (!grid) return grid.status().with_context("attention");
+      part->grids[q_len - 1] = *grid;
+      bytes = std::max(bytes, attention_workspace_bytes(config, *grid, config_.max_sequences));
+    }
+    for (AttentionWorkspace& workspace : part->workspaces) {
+      uint8_t* taken = nullptr;
+      if (Status s = memory->take(static_cast<int64_t>(bytes), &taken); !s) return s;
+      workspace = {taken, bytes};
+    }
+    return Status::ok();
+  }
+  // The allocator counts pages; attention counts tokens.
+  PageTableView table(const TiersAttention& part, int32_t index) const {
+    PageTableView table = view_.pages.allocator.table();
+    for (int32_t t = 0; t < part.config.num_tiers; ++t) {
+      const AttentionTier& tier = part.config.tiers[t];
+      const Result<PageLayout> layout =
+          make_page_layout(tier.format, part.config.head_dim, part.config.page_bytes, false);
+      table.shape.tokens_per_page[tier.side] = layout->tokens;
+    }
+    table.tokens = tokens_[index];
+    return table;
+  }
   Status plan(const DeviceAttendBody& call, const TiersCodes& codes, int32_t index,
-              GpuStream stream);
-  EngineQueries queries_of(const DeviceAttendBody& call, const TiersCodes& codes) const;
-  PageTableView table(const TiersAttention& part, int32_t index) const;
+              GpuStream stream) {
+    const int64_t rows = int64_t{call.count} * view_.num_layers * view_.num_kv_heads;
+    const TiersCounts counts = {view_, codes.shape, call.slots, call.count, tokens_[index]};
+    const auto ctas = static_cast<uint32_t>((rows + kTiersThreads - 1) / kTiersThreads);
+    const Status launched =
+        launch_after_previous(gather_counts_kernel, ctas, kTiersThreads, 0, stream, counts);
+    if (!launched) return launched.with_context("counts of bodies");
+    for (const TiersAttention* part : {&coded_, &raw_}) {
+      if (!(part == &raw_ ? has_raw_ : has_coded_)) continue;
+      // Where things lie in it depends on the call, and it begins with zeros.
+      const AttentionConfig config = part->of_queries(call.q_len);
+      const AttentionGrid& grid = part->grids[call.q_len - 1];
+      const cudaError_t error =
+          cudaMemsetAsync(part->workspaces[index].memory, 0,
+                          attention_workspace_bytes(config, grid, call.count), stream);
+      if (Status s = cuda_status(error, "workspace of attention"); !s) return s;
+      if (Status s = plan_attention(config, grid, table(*part, index), {call.slots, call.count},
+                                    part->workspaces[index], stream);
+          !s) {
+        return s;
+      }
+    }
+    return Status::ok();
+  }
+  EngineQueries queries_of(const DeviceAttendBody& call, const TiersCodes& codes) const {
+    const CacheLayout& shape = config_.layout;
+    EngineQueries q;
+    if (is_raw_layer_[call.layer] == 0) {
+      q.rotation = codes.rotation[0];
+      q.out_rotation = codes.rotation[1];
+      if (codes.key_means != nullptr) {
+        q.key_mean =
+            codes.key_means + int64_t{call.layer} * shape.num_kv_heads * int64_t{shape.head_dim};
+      }
+    }
+    q.rows.num_kv_heads = shape.num_kv_heads;
+    q.rows.batch.count = q.rows.batch.num_sequences = call.count;
+    q.rows.batch.queries = call.q_len;
+    q.num_q_heads = shape.num_q_heads;
+    q.head_dim = shape.head_dim;
+    q.num_tokens = int64_t{call.count} * call.q_len;
+    q.sm_scale = static_cast<float>(shape.sm_scale);
+    q.dtype = call.dtype;
+    q.q = call.q;
+    q.out = call.out;
+    q.lse = call.lse;
+    q.q_strides = q.out_strides = {int64_t{shape.num_q_heads} * shape.head_dim, shape.head_dim};
+    q.lse_strides = {shape.num_q_heads, 1};
+    q.packed_q = q_;
+    q.packed_out = out_;
+    q.packed_lse = lse_;
+    return q;
+  }
 
   StoreConfig config_;
   // Raw layers have a plan of their own, so that the others need not be of several classes.
@@ -53,7 +233,7 @@ class DeviceTiersAttention {
   std::vector<uint8_t> is_raw_layer_;   // [num_layers]
   std::vector<uint8_t> class_of_head_;  // [num_layers * num_kv_heads], 0 in raw layers
   DeviceStoreView view_;
-  SideCounts* tokens_[kTiersPlans] = {};  // [table rows], by plan
+  SideCounts* tokens_[kBatchMemories] = {};  // [table rows]
   uint16_t *q_ = nullptr, *out_ = nullptr;
   float* lse_ = nullptr;
 };

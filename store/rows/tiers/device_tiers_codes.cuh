@@ -46,27 +46,6 @@ inline std::vector<float> tiers_key_means(const TiersRows& rows) {
   return means;
 }
 
-// A row of a (sequence, layer).
-struct TiersPlace {
-  int32_t slot, layer, kv_head;
-  int32_t row_class;
-
-  __device__ __forceinline__ TiersPlace(const DeviceStoreView& view, const TiersCodes& codes,
-                                        int32_t of_slot, int32_t of_layer, int32_t of_head)
-      : slot(of_slot),
-        layer(of_layer),
-        kv_head(of_head),
-        row_class(codes.class_of_head[of_layer * view.num_kv_heads + of_head]) {}
-};
-__device__ __forceinline__ TiersRow* tiers_state(const DeviceStoreView& view,
-                                                 const TiersCodes& codes, const TiersPlace& at) {
-  return reinterpret_cast<TiersRow*>(view.slots.state(at.slot, at.layer) +
-                                     codes.shape.row_byte(at.kv_head));
-}
-__device__ __forceinline__ uint8_t* tiers_map(const DeviceStoreView& view, const TiersCodes& codes,
-                                              const TiersPlace& at) {
-  return view.slots.state(at.slot, at.layer) + codes.shape.map_byte(at.kv_head);
-}
 __device__ __forceinline__ int32_t warp_of_grid() {
   return static_cast<int32_t>(blockIdx.x) * kTiersWarps + static_cast<int32_t>(threadIdx.x) / 32;
 }

@@ -53,9 +53,46 @@ struct TiersCall {
   DeviceFault* fault = nullptr;
 };
 
-__device__ __forceinline__ int32_t table_row(const DeviceStoreView& view, const TiersPlace& at) {
-  return view.pages.row(at.slot, at.layer, at.kv_head);
-}
+// A row of a (sequence, layer).
+struct TiersPlace {
+  const DeviceStoreView& view;
+  const TiersCodes& codes;
+  int32_t slot, layer, kv_head;
+  int32_t row_class;
+
+  __device__ __forceinline__ TiersPlace(const DeviceStoreView& of_view, const TiersCodes& of_codes,
+                                        int32_t of_slot, int32_t of_layer, int32_t of_head)
+      : view(of_view),
+        codes(of_codes),
+        slot(of_slot),
+        layer(of_layer),
+        kv_head(of_head),
+        row_class(codes.class_of_head[of_layer * view.num_kv_heads + of_head]) {}
+  __device__ __forceinline__ const RowClass& of_class() const { return codes.classes[row_class]; }
+  __device__ __forceinline__ TiersRow* state() const {
+    return reinterpret_cast<TiersRow*>(view.slots.state(slot, layer) +
+                                       codes.shape.row_byte(kv_head));
+  }
+  __device__ __forceinline__ uint8_t* map() const {
+    return view.slots.state(slot, layer) + codes.shape.map_byte(kv_head);
+  }
+  // Rows that stay raw keep their coordinates.
+  __device__ __forceinline__ bool has_basis() const {
+    return !of_class().layout[0].k_tile.type.is_raw();
+  }
+  __device__ __forceinline__ const float* key_mean() const {
+    if (codes.key_means == nullptr || !has_basis()) return nullptr;
+    return codes.key_means +
+           (int64_t{layer} * view.num_kv_heads + kv_head) * int64_t{view.head_dim};
+  }
+  // The page that holds token `index` of a side.
+  __device__ __forceinline__ PageRef page(int32_t side, int32_t index) const {
+    const PageLayout& layout = of_class().layout[side];
+    const int32_t row = view.pages.row(slot, layer, kv_head);
+    const int32_t page = view.pages.page(row, side, index / layout.tokens);
+    return {view.pages.base + page * view.pages.page_bytes, &layout, DType::kFloat16};
+  }
+};
 __device__ __forceinline__ TiersPlace place_of(const TiersCall& c, int32_t row) {
   const int32_t entry = row / c.view.num_kv_heads;
   const auto [sequence, slot, layer] = c.works.entry(entry);
@@ -247,10 +284,10 @@ __device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row,
   draft.end = most(draft.first, to.body_end);
   const bool writes = kWarps == 1 ? lane_index() == 0 : threadIdx.x == 0;
   if (draft.first < draft.end) {
-    draft.before = draft.after = *tiers_state(c.view, c.codes, at);
-    const RowClass& row_class = c.codes.classes[at.row_class];
+    draft.before = draft.after = *at.state();
+    const RowClass& row_class = at.of_class();
     const LeavingRow leaving = {device_tokens(c.view, c.works, entry, at.kv_head), row_class.alphas,
-                                tiers_map(c.view, c.codes, at), draft.first, draft.end};
+                                at.map(), draft.first, draft.end};
     decide_row(leaving, c.scratch.groups + int64_t{row} * c.scratch.groups_of_row, sums,
                &draft.after);
     if (writes) target_of(c, row) = units_of(row_class, draft.after);
@@ -286,7 +323,7 @@ __device__ __forceinline__ LeavingToken leaving_token(const TiersCall& c, const 
   const TiersDraft& draft = c.scratch.drafts[row];
   const int32_t position = draft.first + index;
   if (position >= draft.end) return {row, position, BodyTier::kNoTier};
-  return {row, position, tier_at(tiers_map(c.view, c.codes, at), position)};
+  return {row, position, tier_at(at.map(), position)};
 }
 
 __device__ __forceinline__ void load_raw_token(const DeviceTokens& tokens, Component component,
@@ -302,17 +339,6 @@ __device__ __forceinline__ void load_raw_token(const DeviceTokens& tokens, Compo
   }
 }
 
-// Rows that stay raw keep their coordinates.
-__device__ __forceinline__ bool has_basis(const TiersCodes& codes, const TiersPlace& at) {
-  return !codes.classes[at.row_class].layout[0].k_tile.type.is_raw();
-}
-__device__ __forceinline__ const float* key_mean(const DeviceStoreView& view,
-                                                 const TiersCodes& codes, const TiersPlace& at) {
-  if (codes.key_means == nullptr || !has_basis(codes, at)) return nullptr;
-  return codes.key_means +
-         (int64_t{at.layer} * view.num_kv_heads + at.kv_head) * int64_t{view.head_dim};
-}
-
 // The codes of one component on a page of its side; the status in all lanes.
 __device__ __forceinline__ StatusCode encode_raw_token(const TiersCall& c, const TiersPlace& at,
                                                        const LeavingToken& t, Component component,
@@ -322,26 +348,18 @@ __device__ __forceinline__ StatusCode encode_raw_token(const TiersCall& c, const
   const int32_t head_dim = c.view.head_dim, part = static_cast<int32_t>(component);
   LaneValues x[1];
   load_raw_token(tokens, component, t.position, head_dim, x[0]);
-  if (has_basis(c.codes, at)) {
+  if (at.has_basis()) {
     if (component == Component::kKey) {
-      add_mean(key_mean(c.view, c.codes, at), -1.0f, head_dim, x[0]);
+      add_mean(at.key_mean(), -1.0f, head_dim, x[0]);
     }
     rotate(c.codes.rotation[part], head_dim, x[0]);
   }
-  const StepRule rule = c.codes.classes[at.row_class].rule[side_of(t.tier)][part];
+  const StepRule rule = at.of_class().rule[side_of(t.tier)][part];
   return worst_of_warp(encode_side(page, component, rule, x, codes));
 }
 
 // ---- write ----
 
-// The page that holds token `index` of a side.
-__device__ __forceinline__ PageRef tiers_page(const DeviceStoreView& view, const TiersCodes& codes,
-                                              const TiersPlace& at, int32_t side, int32_t index) {
-  const PageLayout& layout = codes.classes[at.row_class].layout[side];
-  const int32_t page =
-      page_at(view.pages.allocator, table_row(view, at), side, index / layout.tokens);
-  return {view.pages.base + page * view.pages.page_bytes, &layout, DType::kFloat16};
-}
 __device__ __forceinline__ void clear_slots(const PageRef& page, int32_t first, int32_t end) {
   const LaneSide nothing = {};
 #pragma unroll 1
@@ -382,9 +400,8 @@ __device__ __forceinline__ void write_tiers_token(const TiersCall& c, const Tier
   const TiersDraft& draft = c.scratch.drafts[t.row];
   const int32_t side = side_of(t.tier), before = draft.before.tokens[side];
   const SideTokens* groups = c.scratch.groups + int64_t{t.row} * c.scratch.groups_of_row;
-  const int32_t index =
-      before + rank_of(tiers_map(c.view, c.codes, at), groups, draft.first, t.position, side);
-  const PageRef page = tiers_page(c.view, c.codes, at, side, index);
+  const int32_t index = before + rank_of(at.map(), groups, draft.first, t.position, side);
+  const PageRef page = at.page(side, index);
   const int32_t slot = index % page.layout->tokens;
 #pragma unroll 1
   for (int32_t part = 0; part < 2; ++part) {
@@ -403,7 +420,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   const LeavingToken t = leaving_token(c, at, row, warp - row * c.works.most_leaving);
   if (t.tier == BodyTier::kNoTier) return;
   if (t.position == c.scratch.drafts[row].first && lane_index() == 0) {
-    *tiers_state(c.view, c.codes, at) = c.scratch.drafts[row].after;
+    *at.state() = c.scratch.drafts[row].after;
   }
   if (is_kept(t.tier)) write_tiers_token(c, at, t);
 }

@@ -10,9 +10,9 @@ namespace tierkv::store {
 // ---- cut ----
 
 // The counts of a row, of whose tokens those before position `end` stay.
-__device__ __forceinline__ TiersRow cut_row(const TiersCall& c, const TiersPlace& at, int32_t end) {
-  TiersRow row = *tiers_state(c.view, c.codes, at);
-  const SideTokens left = count_tiers(tiers_map(c.view, c.codes, at), 0, end);
+__device__ __forceinline__ TiersRow cut_row(const TiersPlace& at, int32_t end) {
+  TiersRow row = *at.state();
+  const SideTokens left = count_tiers(at.map(), 0, end);
   for (int32_t side = 0; side < 2; ++side) row.tokens[side] = left.of[side];
   return row;
 }
@@ -26,9 +26,9 @@ __global__ void __launch_bounds__(kTiersThreads)
   const LayerTokens to = c.works.to[entry];
   if (to.body_end >= c.works.from[entry].body_end) return;
   const TiersPlace at = place_of(c, row);
-  const TiersRow left = cut_row(c, at, to.body_end);
+  const TiersRow left = cut_row(at, to.body_end);
   if (lane_index() != 0) return;
-  target_of(c, row) = units_of(c.codes.classes[at.row_class], left);
+  target_of(c, row) = units_of(at.of_class(), left);
 }
 
 // Likewise. Slots behind the tokens that stay are empty again, as in pages that never held more.
@@ -40,13 +40,13 @@ __global__ void __launch_bounds__(kTiersThreads)
   const LayerTokens to = c.works.to[entry];
   if (to.body_end >= c.works.from[entry].body_end) return;
   const TiersPlace at = place_of(c, row);
-  TiersRow* state = tiers_state(c.view, c.codes, at);
-  const TiersRow now = *state, left = cut_row(c, at, to.body_end);
+  TiersRow* state = at.state();
+  const TiersRow now = *state, left = cut_row(at, to.body_end);
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
     const int32_t n = left.tokens[side];
     if (n % kTileTokens == 0 || n == now.tokens[side]) continue;
-    const PageRef page = tiers_page(c.view, c.codes, at, side, n);
+    const PageRef page = at.page(side, n);
     const int32_t slot = n % page.layout->tokens, in_tile = n % kTileTokens;
     clear_slots(page, slot, slot + least(kTileTokens - in_tile, now.tokens[side] - n));
   }
@@ -56,15 +56,9 @@ __global__ void __launch_bounds__(kTiersThreads)
 
 // ---- read ----
 
-// Body positions of one (sequence, layer) to rows of an array.
-struct TiersRead {
+struct TiersRead : DeviceRead {
   DeviceStoreView view;
   TiersCodes codes;
-  int32_t slot = 0, layer = 0;
-  Positions range;  // inside the body
-  DType dtype = DType::kFloat16;
-  uint16_t* k = nullptr;  // [range, num_kv_heads, head_dim]
-  uint16_t* v = nullptr;
   SideTokens* groups = nullptr;  // scratch, [num_kv_heads, groups_of_row]
   int32_t groups_of_row = 0;     // up to that of range.end
 };
@@ -76,7 +70,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   const int32_t kv_head = warp_of_grid();
   if (kv_head >= r.view.num_kv_heads) return;
   const TiersPlace at(r.view, r.codes, r.slot, r.layer, kv_head);
-  const uint8_t* map = tiers_map(r.view, r.codes, at);
+  const uint8_t* map = at.map();
   SideTokens before;
 #pragma unroll 1
   for (int32_t group = 0; group < r.groups_of_row; ++group) {
@@ -105,7 +99,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   if (i >= r.range.count()) return;
   const int32_t position = r.range.first + i, head_dim = r.view.head_dim;
   const TiersPlace at(r.view, r.codes, r.slot, r.layer, warp - i * r.view.num_kv_heads);
-  const uint8_t* map = tiers_map(r.view, r.codes, at);
+  const uint8_t* map = at.map();
   const BodyTier tier = tier_at(map, position);
   const int32_t side = side_of(tier);
   PageRef page{};
@@ -113,7 +107,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   if (is_kept(tier)) {
     const int32_t index =
         rank_of(map, r.groups + int64_t{at.kv_head} * r.groups_of_row, 0, position, side);
-    page = tiers_page(r.view, r.codes, at, side, index);
+    page = at.page(side, index);
     slot = index % page.layout->tokens;
   }
 #pragma unroll 1
@@ -124,12 +118,12 @@ __global__ void __launch_bounds__(kTiersThreads)
       LaneSide codes;
       load_side(page, slot, component, &codes);
       dequantize_lane(page, component, codes, x);
-      if (has_basis(r.codes, at)) {
+      if (at.has_basis()) {
         rotate_back(r.codes.rotation[part], head_dim, x);
-        if (part == 0) add_mean(key_mean(r.view, r.codes, at), 1.0f, head_dim, x);
+        if (part == 0) add_mean(at.key_mean(), 1.0f, head_dim, x);
       }
     }
-    store_row(x, r.dtype, head_dim, (part == 0 ? r.k : r.v) + int64_t{warp} * head_dim);
+    store_row(x, r.dtype, head_dim, r.of(component) + int64_t{warp} * head_dim);
   }
 }
 

@@ -32,7 +32,7 @@ class DeviceTiersRows final : public DeviceRowFormat {
   Status attend(const DeviceAttendBody& call) override {
     return attention_.attend(call, codes_, stream_);
   }
-  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override;
+  Status read(const DeviceRead& call) override;
 
   // Bodies are cut at any token, so that nothing goes back to the ring.
   Status restore(const LayerMove&, Positions range) override {
@@ -49,8 +49,6 @@ class DeviceTiersRows final : public DeviceRowFormat {
   TiersCall call_of(const DeviceWorks& works) const;
   template <class Kernel>
   Status launch(Kernel kernel, int64_t warps, const TiersCall& call, const char* what) const;
-  template <int32_t kDim>
-  Status write_tiles(const TiersCall& call) const;
 
   StoreConfig config_;
   const TiersRows& rows_;
@@ -138,25 +136,13 @@ Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
   if (works.most_leaving <= kMaxStepTokens) {
     return launch(write_tiers_kernel, rows * works.most_leaving, call, "tiers");
   }
-  switch (config_.layout.head_dim) {
-    case 64:
-      return write_tiles<64>(call);
-    case 96:
-      return write_tiles<96>(call);
-    case 128:
-      return write_tiles<128>(call);
-    default:
-      return write_tiles<256>(call);
-  }
-}
-
-template <int32_t kDim>
-Status DeviceTiersRows::write_tiles(const TiersCall& call) const {
-  const int64_t warps = int64_t{2} * call.num_rows * most_tiles(call.works.most_leaving);
+  const int64_t warps = int64_t{2} * call.num_rows * most_tiles(works.most_leaving);
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
-  return launch_after_previous(write_tiers_tiles_kernel<kDim>, ctas_of(warps), kTiersThreads,
-                               kTiersWarps * kTiersTileBytes<kDim>, stream_, call)
-      .with_context("tiles of tiers");
+  return with_head_dim(config_.layout.head_dim, [&](auto dim) {
+    return launch_after_previous(write_tiers_tiles_kernel<dim>, ctas_of(warps), kTiersThreads,
+                                 kTiersWarps * kTiersTileBytes<dim>, stream_, call)
+        .with_context("tiles of tiers");
+  });
 }
 
 Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {
@@ -171,20 +157,11 @@ Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
   return launch(cut_tiers_kernel, rows_of(works), call_of(works), "cut of tiers");
 }
 
-Status DeviceTiersRows::read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) {
-  if (range.count() <= 0) return Status::ok();
-  TiersRead r;
-  r.view = view_;
-  r.codes = codes_;
-  r.slot = at.slot;
-  r.layer = at.layer;
-  r.range = range;
-  r.dtype = dtype;
-  r.k = static_cast<uint16_t*>(k);
-  r.v = static_cast<uint16_t*>(v);
-  r.groups = scratch_.groups;
-  r.groups_of_row = (range.end + kGroupPositions - 1) / kGroupPositions;
-  const int64_t heads = config_.layout.num_kv_heads, warps = range.count() * heads;
+Status DeviceTiersRows::read(const DeviceRead& call) {
+  if (call.range.count() <= 0) return Status::ok();
+  const TiersRead r = {call, view_, codes_, scratch_.groups,
+                       (call.range.end + kGroupPositions - 1) / kGroupPositions};
+  const int64_t heads = config_.layout.num_kv_heads, warps = call.range.count() * heads;
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
   const Status counted =
       launch_after_previous(count_groups_kernel, ctas_of(heads), kTiersThreads, 0, stream_, r);

@@ -59,7 +59,7 @@ __device__ __forceinline__ void find_positions(const TiersCall& c, const TiersPl
                                                const TileTokens& t, int32_t* positions) {
   const TiersDraft& draft = c.scratch.drafts[t.row];
   const SideTokens* groups = c.scratch.groups + int64_t{t.row} * c.scratch.groups_of_row;
-  const auto* map = reinterpret_cast<const uint32_t*>(tiers_map(c.view, c.codes, at));
+  const auto* map = reinterpret_cast<const uint32_t*>(at.map());
   const int32_t first_group = draft.first / kGroupPositions;
   const int32_t num_groups = (draft.end - 1) / kGroupPositions + 1 - first_group;
   const BodyTier tier = t.side == kLowSide ? BodyTier::kLow : BodyTier::kHigh;
@@ -123,17 +123,15 @@ __device__ __forceinline__ bool write_whole_tile(const TiersCall& c, const Tiers
       device_tokens(c.view, c.works, t.row / c.view.num_kv_heads, at.kv_head);
   load_tile_rows<kDim>(tokens, part, positions, t.end - t.first, rows);
   const bool is_key = part == Component::kKey;
-  const Rotation& rotation =
-      c.codes.rotation[has_basis(c.codes, at) ? static_cast<int32_t>(part) : 2];
-  fill_channel_table<kDim>(rotation, false, is_key ? key_mean(c.view, c.codes, at) : nullptr, -1.0f,
-                           table);
+  const Rotation& rotation = c.codes.rotation[at.has_basis() ? static_cast<int32_t>(part) : 2];
+  fill_channel_table<kDim>(rotation, false, is_key ? at.key_mean() : nullptr, -1.0f, table);
   __syncwarp();
   const PageLayout& layout = *page.layout;
   const int32_t tile = t.first % layout.tokens / kTileTokens;
   const TileTarget to = {page.bytes + layout.tile_codes_byte(part, tile),
                          page.bytes + layout.tile_metadata_byte(part, tile),
-                         c.codes.classes[at.row_class].rule[t.side][static_cast<int32_t>(part)],
-                         !is_key, page.raw_dtype};
+                         at.of_class().rule[t.side][static_cast<int32_t>(part)], !is_key,
+                         page.raw_dtype};
   const uint32_t there = (2u << (t.end - t.first - 1)) - 1;
   return encode_tile_of<kDim, ChannelVector::kAddend>(
       layout.tile(part).type, {rows, table, DType::kFloat16, &rotation, there}, to);
@@ -145,7 +143,7 @@ __device__ __forceinline__ void write_tiers_tile(const TiersCall& c, const Tiers
                                                  uint8_t* shared) {
   auto* positions = reinterpret_cast<int32_t*>(shared + kTileWarpBytes<kDim>);
   find_positions(c, at, t, positions);
-  const PageRef page = tiers_page(c.view, c.codes, at, t.side, t.first);
+  const PageRef page = at.page(t.side, t.first);
   const int32_t tokens = page.layout->tokens;
   const bool is_begun = t.first % kTileTokens == 0;
   if (!is_begun || !write_whole_tile<kDim>(c, at, t, part, page, positions, shared)) {
@@ -180,7 +178,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   const TiersPlace at = place_of(c, row);
   const auto part = static_cast<Component>(warp_of_grid() % 2);
   if (index == 0 && part == Component::kKey && lane_index() == 0) {
-    *tiers_state(c.view, c.codes, at) = draft.after;
+    *at.state() = draft.after;
   }
   const TileTokens t = tile_of(draft, row, index);
   if (t.first == t.end) return;

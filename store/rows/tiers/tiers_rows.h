@@ -112,7 +112,6 @@ class TiersRows final : public RowFormat {
   // page holds.
   PageRun stage(const RowClass& row_class, int32_t side, int32_t count, StagedSide* staged) const;
 
-  // tiers_write.cc
   Status encode(const BodyWork& work, int32_t kv_head, RowDraft* draft) const;
   void write_side(const HostLayer& layer, int32_t kv_head, int32_t side,
                   const StagedSide& staged) const;

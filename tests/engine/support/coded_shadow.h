@@ -154,8 +154,11 @@ struct Call {
         for (int32_t h = 0; h < heads; ++h) {
           const int64_t at = ((i * chunk + t) * heads + h) * dim;
           if (p < config.sink_tokens) continue;
-          work.tokens->read(Component::kKey, h, p, 1, k.data() + at);
-          work.tokens->read(Component::kValue, h, p, 1, v.data() + at);
+          std::vector<float> x(dim);
+          work.tokens->read(Component::kKey, h, p, 1, x.data());
+          std::transform(x.begin(), x.end(), k.begin() + at, float_to_half);
+          work.tokens->read(Component::kValue, h, p, 1, x.data());
+          std::transform(x.begin(), x.end(), v.begin() + at, float_to_half);
           const Importance importance = work.tokens->importance(h, p);
           significance[(i * heads + h) * chunk + t] = importance.value;
           known |= importance.kind != ImportanceKind::kUnknown;
@@ -324,8 +327,9 @@ class Shadowed final : public RowFormat {
     const DType dtype = first % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
     std::vector<uint16_t> got[2];
     for (auto& x : got) x.resize(static_cast<size_t>(end - first) * heads * dim, 0x7e00);
-    const LayerMove move = {layer.slot, layer.layer, layer.at, layer.at};
-    ASSERT_TRUE(device_->read(move, {first, end}, dtype, got[0].data(), got[1].data()));
+    const DeviceRead to = {layer.slot, layer.layer,   layer.at.body_end, {first, end},
+                           dtype,      got[0].data(), got[1].data()};
+    ASSERT_TRUE(device_->read(to));
     for (int32_t i = 0; i < (end - first) * dim; ++i) {
       const int32_t at = (i / dim * heads + kv_head) * dim + i % dim;
       ASSERT_EQ(got[0][at], rounded(dtype, k[i])) << "position " << first + i / dim;

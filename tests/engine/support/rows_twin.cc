@@ -158,8 +158,13 @@ void RowsTwin::extend(const std::vector<int32_t>& places, int32_t tokens, bool s
 
 bool RowsTwin::reads_finite(const LayerMove& at, int32_t position) {
   const size_t values = size_t{1} * config_.layout.num_kv_heads * config_.layout.head_dim;
-  const Status s = format_->read(at, {position, position + 1}, DType::kFloat16, k_.reserve(values),
-                                 v_.reserve(values));
+  const Status s = format_->read({at.slot,
+                                  at.layer,
+                                  at.from.body_end,
+                                  {position, position + 1},
+                                  DType::kFloat16,
+                                  k_.reserve(values),
+                                  v_.reserve(values)});
   EXPECT_TRUE(s) << s.message();
   memory_->wait();
   return std::all_of(k_.data(), k_.data() + values,
@@ -275,8 +280,13 @@ void RowsTwin::read(int32_t place) {
   range.v = v.data();
   const LayerMove move = {live_[place].id.slot, range.layer, at, at};
   ASSERT_TRUE(host_.place->decode(range, move));
-  const Status s = format_->read(move, {range.first, range.end}, range.dtype, k_.reserve(values),
-                                 v_.reserve(values));
+  const Status s = format_->read({move.slot,
+                                  move.layer,
+                                  at.body_end,
+                                  {range.first, range.end},
+                                  range.dtype,
+                                  k_.reserve(values),
+                                  v_.reserve(values)});
   ASSERT_TRUE(s) << s.message();
   memory_->wait();
   EXPECT_EQ(k_.read(values), k);
