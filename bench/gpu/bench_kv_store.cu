@@ -9,10 +9,12 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 
 #include "bench/gpu/codec_bench.cuh"
 #include "codec/policy/profile.h"
+#include "store/place/device/device_kernels.h"
 #include "tierkv/kv_store.h"
 
 namespace tierkv::bench {
@@ -258,26 +260,47 @@ void run_steps(Bench* bench, const std::string& format) {
   bench->add(m);
 }
 
-// The bytes of a sequence, pinned, in one copy each way: what the link gives.
+// The bytes of a sequence, pinned, each way: in one copy, which is what the link gives, and by the
+// kernel that moves pages, a launch a layer.
 void measure_link(Bench* bench, const std::string& format, int64_t bytes) {
   void *host = nullptr, *device = nullptr;
   check(cudaHostAlloc(&host, static_cast<size_t>(bytes), cudaHostAllocDefault), "link");
   check(cudaMalloc(&device, static_cast<size_t>(bytes)), "link");
   std::memset(host, 1, static_cast<size_t>(bytes));
-  for (const bool out : {true, false}) {
-    std::vector<double> us;
-    for (int i = 0; i < 12; ++i) {
-      us.push_back(microseconds(bench->stream(), [&] {
-        check(cudaMemcpyAsync(out ? host : device, out ? device : host, static_cast<size_t>(bytes),
-                              cudaMemcpyDefault, bench->stream()),
-              "link");
-      }));
+  store::PagesView pages;
+  pages.base = static_cast<uint8_t*>(device);
+  pages.page_bytes = 8192;
+  const auto per_layer = static_cast<int32_t>(bytes / pages.page_bytes / kLayers);
+  int32_t* ids = nullptr;
+  check(cudaHostAlloc(&ids, kLayers * per_layer * sizeof(int32_t), cudaHostAllocDefault), "link");
+  std::iota(ids, ids + kLayers * per_layer, 0);
+  const auto copy = [&](bool out) {
+    check(cudaMemcpyAsync(out ? host : device, out ? device : host, static_cast<size_t>(bytes),
+                          cudaMemcpyDefault, bench->stream()),
+          "link");
+  };
+  const auto move_layers = [&](bool out) {
+    for (int32_t l = 0; l < kLayers; ++l) {
+      store::StagedLayer call;
+      call.ids = ids + l * per_layer;
+      call.staged = static_cast<uint8_t*>(host) + l * per_layer * pages.page_bytes;
+      call.count = per_layer;
+      call.comes = !out;
+      require(store::launch_staged_layer(pages, call, bench->stream()));
     }
+  };
+  const auto measure = [&](const char* how, bool out, const auto& move) {
+    std::vector<double> us;
+    for (int i = 0; i < 12; ++i) us.push_back(microseconds(bench->stream(), [&] { move(out); }));
     us.erase(us.begin());
-    bench->add({std::string(out ? "export" : "import") + " as one pinned copy, " + format,
-                "4096 tokens", out ? bytes : 0, out ? 0 : bytes, timing_of(us)});
+    bench->add({(out ? "export " : "import ") + (how + (", " + format)), "4096 tokens",
+                out ? bytes : 0, out ? 0 : bytes, timing_of(us)});
+  };
+  for (const bool out : {true, false}) {
+    measure("as one pinned copy", out, copy);
+    measure("by its kernels alone", out, move_layers);
   }
-  cudaFreeHost(host), cudaFree(device);
+  cudaFreeHost(host), cudaFreeHost(ids), cudaFree(device);
 }
 
 // One sequence, in a store that holds another one.

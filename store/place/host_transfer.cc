@@ -5,6 +5,7 @@
 // the ring) its key and its value as fp16; then for each token of the ring sum (u32) and count
 // (i32) of its RawScore.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -118,32 +119,37 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
   return s;
 }
 
-// A thread takes a layer at a time. Plans read little of it; its bytes are verified when they are
-// copied, so they come out of memory once.
+// A thread plans a layer at a time and then brings a row, or a layer where rows are not written
+// alone. Plans read little of it; its bytes are verified when they are copied, so they come out of
+// memory once. The last row of a layer tells that the layer is written.
 Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const ImportSteps& steps) {
   const int32_t heads = config_.layout.num_kv_heads, num_layers = config_.layout.num_layers;
   int64_t bytes = 0;
   for (const auto* all : {&parts.raw, &parts.bodies}) {
     for (const std::span<const uint8_t>& part : *all) bytes += static_cast<int64_t>(part.size());
   }
-  const auto for_layers = [&](const auto& each) {
-    return try_parallel_for(num_layers, threads_for(bytes),
-                            [&](int64_t l) { return each(static_cast<int32_t>(l)); });
+  const auto for_all = [&](int32_t count, const auto& each) {
+    return try_parallel_for(count, threads_for(bytes),
+                            [&](int64_t i) { return each(static_cast<int32_t>(i)); });
   };
   const auto verify = [&](int64_t first, int64_t count) {
     return parts.verify ? parts.verify(first, count) : Status::ok();
   };
   std::vector<HostLayer> layers(num_layers);
   std::vector<std::unique_ptr<BodyPlan>> plans(num_layers);
-  const auto bring_raw = [&](int32_t l) {
-    if (Status s = verify(int64_t{l} * heads, heads); !s) return s;
-    for (int32_t h = 0; h < heads; ++h) {
-      Status s = import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[l * heads + h]);
-      if (!s) {
-        return s.with_context("layer " + std::to_string(l) + ", kv_head " + std::to_string(h));
-      }
+  const bool rows_alone = format_->writes_rows();
+  const int32_t at_once = rows_alone ? 1 : heads, units = num_layers * heads / at_once;
+  const auto for_rows = [&](int32_t unit, const auto& each) {
+    Status s = verify(int64_t{unit} * at_once, at_once);
+    for (int32_t row = unit * at_once; s && row < (unit + 1) * at_once; ++row) {
+      const int32_t l = row / heads, h = row % heads;
+      s = each(l, h);
+      if (!s) s = s.with_context("layer " + std::to_string(l) + ", kv_head " + std::to_string(h));
     }
-    return Status::ok();
+    return s;
+  };
+  const auto bring_raw = [&](int32_t l, int32_t h) {
+    return import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[l * heads + h]);
   };
   const auto plan_layer = [&](int32_t l) {
     layers[l] = layer_of({slot, l, {}, {}});
@@ -156,21 +162,27 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const I
   };
   OpReport report;
   Status s = run(PageOp::open({&slot, 1}, &report));
-  if (s) s = for_layers(plan_layer);
+  if (s) s = for_all(num_layers, plan_layer);
   // What serves all sequences must not change for one that is refused.
   const bool raw_first = s && std::any_of(plans.begin(), plans.end(),
                                           [](const auto& plan) { return plan->changes_all; });
-  if (raw_first) s = for_layers(bring_raw);
+  if (raw_first) s = for_all(units, [&](int32_t unit) { return for_rows(unit, bring_raw); });
   if (s) {
     std::vector<LayerPlan> all;
     for (const auto& plan : plans) all.push_back(plan->layers[0]);
     s = steps.take(layers, all);
   }
   if (s) {
-    s = for_layers([&](int32_t l) {
-      Status sound = raw_first ? Status::ok() : bring_raw(l);
-      if (sound) format_->write({layers[l]}, *plans[l]);
-      return sound && steps.written ? steps.written(l) : sound;
+    std::vector<std::atomic<int32_t>> written(num_layers);
+    s = for_all(units, [&](int32_t unit) {
+      const int32_t l = unit * at_once / heads;
+      const Status sound = for_rows(unit, [&](int32_t, int32_t h) {
+        const Status raw = raw_first ? Status::ok() : bring_raw(l, h);
+        return raw && rows_alone ? format_->write_row(layers[l], *plans[l], h) : raw;
+      });
+      if (!sound || (written[l] += at_once) < heads) return sound;
+      if (!rows_alone) format_->write({layers[l]}, *plans[l]);
+      return steps.written ? steps.written(l) : sound;
     });
   }
   if (s) return s;

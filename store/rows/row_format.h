@@ -137,9 +137,16 @@ class RowFormat {
   // Writes body_bytes() bytes. Any number of threads at once.
   virtual void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const = 0;
   // The inverse; write() makes the state as well, out of the works' bytes, which stay where they
-  // are until then. kCorrupt: the bytes are hostile; everything that read() relies on is checked.
-  // Any number of threads at once.
+  // are until then. kCorrupt: the bytes are hostile; everything that read() relies on is checked,
+  // here or by write_row(). Any number of threads at once.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
+  // Whether write_row() takes the place of write() for an import: it writes one row of a plan of
+  // one layer. kCorrupt as above. For different rows, any number of threads at once.
+  virtual bool writes_rows() const { return false; }
+  virtual Status write_row(const HostLayer& /*layer*/, const BodyPlan& /*plan*/,
+                           int32_t /*kv_head*/) {
+    return Status::ok();
+  }
 };
 
 // The config is valid but for what the format itself finds: kInvalidArgument, kUnsupported with the

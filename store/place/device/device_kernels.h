@@ -150,5 +150,6 @@ struct RawReadCall : RawCall {
 
 // One or two ids. to: device memory.
 Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stream);
+Status launch_staged_layer(const PagesView& pages, const StagedLayer& call, GpuStream stream);
 
 }  // namespace tierkv::store

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -16,6 +17,13 @@
 #include "store/place/device/device_place.h"
 
 namespace tierkv::store {
+
+Status launch_staged_layer(const PagesView& pages, const StagedLayer& call, GpuStream stream) {
+  constexpr int32_t kLeastCtas = 64, kMostCtas = 1024;
+  const int32_t ctas = std::clamp(call.count, kLeastCtas, kMostCtas);
+  return launch_after_previous(staged_layer_kernel, static_cast<uint32_t>(ctas), kStagedThreads, 0,
+                               stream, pages, call);
+}
 
 Status DevicePlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const {
   const PageAllocator& a = view_.pages.allocator;
@@ -188,10 +196,7 @@ Status DevicePlace::move_layer(int32_t slot, int32_t layer, int64_t slot_bytes, 
   call.staged_slot = mirror_->layer_of({0, layer, {}, {}}).raw;
   call.slot_bytes = slot_bytes;
   call.comes = comes;
-  constexpr int32_t kLeastCtas = 64, kMostCtas = 1024;
-  const int32_t ctas = std::clamp(call.count, kLeastCtas, kMostCtas);
-  return launch_after_previous(staged_layer_kernel, static_cast<uint32_t>(ctas), kStagedThreads, 0,
-                               stream_, view_.pages, call);
+  return launch_staged_layer(view_.pages, call, stream_);
 }
 
 // States come first, for they say what there is. The threads that write a layer's rows wait for
@@ -218,12 +223,18 @@ Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   Result<SequenceSource> source = mirror_->export_parts(moves);
   if (!source) return source.status();
   const int32_t heads = config_.layout.num_kv_heads;
-  source->write = [this, heads, on_device = OnDevice(), write = std::move(source->write)](
+  auto there = std::make_shared<std::atomic<int64_t>>(0);  // so many layers, at least
+  source->write = [this, heads, there, on_device = OnDevice(), write = std::move(source->write)](
                       int64_t row, uint8_t* raw, uint8_t* body) {
-    Status s = on_device([&] {
-      return cuda_status(cudaEventSynchronize(event_of(arrived_[row / heads].get())), "export");
-    });
-    return s ? write(row, raw, body) : s;
+    const int64_t layer = row / heads;
+    if (layer >= *there) {
+      Status s = on_device([&] {
+        return cuda_status(cudaEventSynchronize(event_of(arrived_[layer].get())), "export");
+      });
+      if (!s) return s;
+      *there = layer + 1;
+    }
+    return write(row, raw, body);
   };
   return source;
 }

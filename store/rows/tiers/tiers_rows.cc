@@ -287,18 +287,15 @@ void TiersRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan
     const HostLayer& layer = layers[i / shape_.num_kv_heads];
     const auto h = static_cast<int32_t>(i % shape_.num_kv_heads);
     const RowDraft& draft = tiers.rows[i];
-    for (int32_t side = 0; side < 2; ++side) {
-      const StagedSide& staged = draft.sides[side];
-      if (staged.tiles != nullptr) {
-        write_tiles(layer, h, side, staged);
-      } else {
-        write_side(layer, h, side, staged);
-      }
-    }
-    row_state(layer, h) = draft.row;
-    for (size_t t = 0; t < draft.tiers.size(); ++t) {
-      set_tier(map_of(layer, h), draft.position + static_cast<int32_t>(t), draft.tiers[t]);
-    }
+    for (int32_t side = 0; side < 2; ++side) write_side(layer, h, side, draft.sides[side]);
+    write_state(layer, h, draft);
+  }
+}
+
+void TiersRows::write_state(const HostLayer& layer, int32_t kv_head, const RowDraft& draft) const {
+  row_state(layer, kv_head) = draft.row;
+  for (size_t t = 0; t < draft.tiers.size(); ++t) {
+    set_tier(map_of(layer, kv_head), draft.position + static_cast<int32_t>(t), draft.tiers[t]);
   }
 }
 

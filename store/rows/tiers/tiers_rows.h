@@ -46,6 +46,8 @@ class TiersRows final : public RowFormat {
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
+  bool writes_rows() const override { return true; }
+  Status write_row(const HostLayer& layer, const BodyPlan& plan, int32_t kv_head) override;
 
   // For the same rows in device memory: what prepare() made.
   const StoreConfig& config() const { return config_; }
@@ -115,10 +117,11 @@ class TiersRows final : public RowFormat {
   Status encode(const BodyWork& work, int32_t kv_head, RowDraft* draft) const;
   void write_side(const HostLayer& layer, int32_t kv_head, int32_t side,
                   const StagedSide& staged) const;
+  void write_state(const HostLayer& layer, int32_t kv_head, const RowDraft& draft) const;
 
   // tiers_transfer.cc
-  void write_tiles(const HostLayer& layer, int32_t kv_head, int32_t side,
-                   const StagedSide& staged) const;
+  Status write_tiles(const HostLayer& layer, int32_t kv_head, int32_t side,
+                     const StagedSide& staged) const;
   Status import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const;
 
   StoreConfig config_;

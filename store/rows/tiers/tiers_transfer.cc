@@ -120,37 +120,28 @@ Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* 
     draft->tiers[i] = tier;
   }
   for (int32_t side = 0; side < 2; ++side) {
-    const PageLayout& layout = c.layout[side];
     StagedSide& staged = draft->sides[side];
     staged.end = draft->row.tokens[side];
-    bool sound = true;
-    for (int32_t t = 0; t < staged.end; t += layout.tokens) {
-      const int32_t count = std::min(layout.tokens, staged.end - t);
-      for_parts(layout, tile_count(count), [&](Component part, bool has_params, PagePart of) {
-        const uint8_t* from = in.take(static_cast<uint64_t>(of.bytes));
-        if (staged.tiles == nullptr) staged.tiles = from;
-        if (from == nullptr) return;
-        if (has_params) sound &= are_params(from, of.bytes);
-        if (!has_params && layout.tile(part).type.is_raw()) sound &= are_finite(from, of.bytes);
-      });
-    }
+    staged.tiles = in.take(static_cast<uint64_t>(tile_bytes(c.layout[side], staged.end)));
     if (!in.ok()) return corrupt("it ends too early");
-    if (!sound) return corrupt("a number is none that an encoder writes");
   }
   return in.at_end() ? Status::ok() : corrupt("wrong size");
 }
 
 // Tiles without a token, and slots behind the last one, are 0.
-void TiersRows::write_tiles(const HostLayer& layer, int32_t kv_head, int32_t side,
-                            const StagedSide& staged) const {
+Status TiersRows::write_tiles(const HostLayer& layer, int32_t kv_head, int32_t side,
+                              const StagedSide& staged) const {
   const PageLayout& layout = row_class(layer.layer, kv_head).layout[side];
   const uint8_t* from = staged.tiles;
+  bool sound = true;
   for (int32_t t = 0; t < staged.end; t += layout.tokens) {
     const PageRun run = page_run(layer, kv_head, side, t, staged.end - t);
     if (run.count < layout.tokens) {
       std::memset(run.page.bytes, 0, static_cast<size_t>(layout.scores));
     }
-    for_parts(layout, tile_count(run.count), [&](Component, bool, PagePart part) {
+    for_parts(layout, tile_count(run.count), [&](Component c, bool has_params, PagePart part) {
+      if (has_params) sound &= are_params(from, part.bytes);
+      if (!has_params && layout.tile(c).type.is_raw()) sound &= are_finite(from, part.bytes);
       std::memcpy(run.page.bytes + part.byte, from, static_cast<size_t>(part.bytes));
       from += part.bytes;
     });
@@ -158,6 +149,16 @@ void TiersRows::write_tiles(const HostLayer& layer, int32_t kv_head, int32_t sid
       store_token(run.page, slot, TokenCodes{});
     }
   }
+  return sound ? Status::ok() : corrupt("a number is none that an encoder writes");
+}
+
+Status TiersRows::write_row(const HostLayer& layer, const BodyPlan& plan, int32_t kv_head) {
+  const RowDraft& draft = static_cast<const TiersPlan&>(plan).rows[kv_head];
+  for (int32_t side = 0; side < 2; ++side) {
+    if (Status s = write_tiles(layer, kv_head, side, draft.sides[side]); !s) return s;
+  }
+  write_state(layer, kv_head, draft);
+  return Status::ok();
 }
 
 Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<ImportWork>& works) {
