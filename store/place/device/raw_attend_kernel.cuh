@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over what a row holds raw, its sinks and its ring, joined with the attention over its
 // body: a CTA per row, its warps by tiles of 16 tokens, eight columns (query, head of the group) at
-// once. With count_query a second round over the ring adds what the queries saw to its RawScores.
+// once. With count_query, what the queries saw of the ring's tokens is added to their RawScores:
+// the scores of the first items of a warp are kept for that, the others are computed again.
 //
 // Tiles of the ring lie in memory as operands of mma.m16n8k16: a lane's loads are registers of it.
 // Bound: the bytes of the ring, 40 KB a row of head_dim 128 with 80 tokens.
@@ -22,6 +23,7 @@ inline constexpr int32_t kAttendThreads = 128;
 inline constexpr int32_t kAttendWarps = kAttendThreads / 32;
 inline constexpr int32_t kColumns = 8;           // of a round
 inline constexpr int32_t kMostColumns = 16 * 8;  // heads of a group times queries
+inline constexpr int32_t kKeptItems = 2;         // of a warp, whose scores a count finds again
 
 template <int32_t kHeadDim>
 struct RawAttendShared {
@@ -32,6 +34,7 @@ struct RawAttendShared {
   float lse[kMostColumns];                    // in log2 units
   float seen[kAttendWarps][kColumns][kTileTokens];
   float largest[kAttendWarps][kMaxStepTokens][kTileTokens];
+  float4 kept[kAttendWarps][kKeptItems][kWarpLanes];
 };
 
 // A row, and where its tokens lie.
@@ -323,10 +326,22 @@ struct RawAttend {
     }
   }
 
+  // Of the warp; the others are kAttendWarps on.
+  __device__ __forceinline__ int32_t first_item() const {
+    return warp - (r.sinks > 0 ? 1 : 0);
+  }
+  // Whether shared memory has the scores of an item: those of all columns.
+  __device__ __forceinline__ bool keeps(int32_t item) const {
+    return c.group * c.q_len <= kColumns && item - first_item() < kKeptItems * kAttendWarps;
+  }
+  __device__ __forceinline__ float4& kept_scores(int32_t item) {
+    return shared.kept[warp][(item - first_item()) / kAttendWarps][lane];
+  }
+
   __device__ __forceinline__ void attend_columns(int32_t first_column) {
     const Queries q = load_queries(first_column);
     WarpPart part;
-    for (int32_t item = warp - (r.sinks > 0 ? 1 : 0); item < r.ring_tiles; item += kAttendWarps) {
+    for (int32_t item = first_item(); item < r.ring_tiles; item += kAttendWarps) {
       uint32_t x[kBlocks][4];
       float s[4];
       if constexpr (kHeadDim <= 128) {  // values are under way while keys are multiplied
@@ -334,10 +349,12 @@ struct RawAttend {
         load_item(Component::kKey, item, x);
         load_item(Component::kValue, item, v);
         score_item(q, item, x, s);
+        if (c.count_query && keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
         add_item(part, s, v);
       } else {
         load_item(Component::kKey, item, x);
         score_item(q, item, x, s);
+        if (c.count_query && keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
         load_item(Component::kValue, item, x);
         add_item(part, s, x);
       }
@@ -375,16 +392,23 @@ struct RawAttend {
 
   // As HostPlace::count_query(): a query counts for the ring's tokens before its own.
   __device__ __forceinline__ void count_seen() {
-    for (int32_t item = warp; item < r.ring_tiles; item += kAttendWarps) {
-      uint32_t k[kBlocks][4];
-      load_tile(Component::kKey, r.first_tile + item, k);
+    for (int32_t item = first_item(); item < r.ring_tiles; item += kAttendWarps) {
+      if (item < 0) continue;
       for (int32_t j = 0; lane < kTileTokens && j < c.q_len; ++j) shared.largest[warp][j][lane] = 0;
       __syncwarp();
-      for (int32_t first = 0; first < c.group * c.q_len; first += kColumns) {
-        const Queries q = load_queries(first);
-        float s[4];
-        score_item(q, item, k, s);
-        see_columns(first, s);
+      if (keeps(item)) {
+        const float4 x = kept_scores(item);
+        const float s[4] = {x.x, x.y, x.z, x.w};
+        see_columns(0, s);
+      } else {
+        uint32_t k[kBlocks][4];
+        load_tile(Component::kKey, r.first_tile + item, k);
+        for (int32_t first = 0; first < c.group * c.q_len; first += kColumns) {
+          const Queries q = load_queries(first);
+          float s[4];
+          score_item(q, item, k, s);
+          see_columns(first, s);
+        }
       }
       const int32_t position = (r.first_tile + item) * kTileTokens + lane;
       if (lane < kTileTokens && position >= r.first && position < r.at.tokens) {
