@@ -110,7 +110,7 @@ Case model_case(Shape s, int32_t q_heads, int32_t kv_heads, int32_t head_dim) {
   Case c = uniform_case(s, 4, 2, q_heads, kv_heads);
   c.cache.config.head_dim = head_dim;
   choose_pages(c.cache.config);
-  c.name = "k4v2 " + std::to_string(q_heads) + "/" + std::to_string(kv_heads) + " d" +
+  c.name = "model k4v2 " + std::to_string(q_heads) + "/" + std::to_string(kv_heads) + " d" +
            std::to_string(head_dim);
   return c;
 }

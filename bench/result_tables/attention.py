@@ -17,14 +17,25 @@ def attention():
             markdown(["format", "shape", "MB", "floor us", "attend us: median [p10, p90]", "with plan us", "plan us", "floor / attend %"], rows))
 
 
+def beside_floor(r, name_of):
+    """Rows of a part of bench_attention: each time beside that of a kernel that only reads the bytes."""
+    rows = [[name_of(m["name"]), m["shape"], f"{m['bytes'] * 1e-6:.1f}",
+             f"{m['floor_us']['median']:.1f}", f"{m['attend_us']['median']:.1f} [{m['attend_us']['p10']:.1f}, {m['attend_us']['p90']:.1f}]",
+             f"{m['attend_us']['median'] / m['floor_us']['median']:.2f}"] for m in r["results"]]
+    return markdown(["heads", "shape", "MB", "floor us", "attend us: median [p10, p90]", "of the floor"], rows)
+
+
 @table
 def attention_classes():
     r = result("attention_classes.json")
-    rows = [[m["name"].replace("classes ", "").replace("classes", "4 classes"), m["shape"], f"{m['bytes'] * 1e-6:.1f}",
-             f"{m['floor_us']['median']:.1f}", f"{m['attend_us']['median']:.1f} [{m['attend_us']['p10']:.1f}, {m['attend_us']['p90']:.1f}]",
-             f"{m['attend_us']['median'] / m['floor_us']['median']:.2f}"] for m in r["results"]]
     return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['q_heads']}/{r['kv_heads']} heads, {r['replays']} replays.\n\n" +
-            markdown(["heads", "shape", "MB", "floor us", "attend us: median [p10, p90]", "of the floor"], rows))
+            beside_floor(r, lambda name: name.replace("classes ", "").replace("classes", "4 classes")))
+
+
+@table
+def attention_models():
+    r = result("attention_models.json")
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['replays']} replays.\n\n" + beside_floor(r, lambda name: name.removeprefix("model ")))
 
 
 # Microseconds of a launch on an H100, set before the kernels were written.
