@@ -10,7 +10,7 @@
 
 #include "codec/format/quantize.h"
 #include "codec/host/page_codec.h"
-#include "tools/analysis/tiering.h"
+#include "tools/analysis/scheme/tiering.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include "capi/profile_data.h"
 #include "datasets/profile_file.h"
 #include "tierkv/tierkv_dumps_c.h"
-#include "tools/analysis/row_basis.h"
+#include "tools/analysis/scheme/row_basis.h"
 
 // The arrays of a profile, each in one piece.
 struct tkv_profile {

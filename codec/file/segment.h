@@ -2,7 +2,7 @@
 // A segment: consecutive tokens of one component of a row, stored in one format. Decoding streams
 // chunk by chunk, so that a row never exists decoded as a whole; the bytes are those a cache would
 // hold (codes packed or coded, parameters, offsets), without page padding. The encoder is with the
-// command that writes containers (tools/analysis/segment_encoder.h).
+// command that writes containers (tools/analysis/scheme/segment_encoder.h).
 #pragma once
 
 #include <algorithm>

@@ -13,7 +13,7 @@
 #include "codec/file/container_chunks.h"
 #include "codec/file/container_format.h"
 #include "datasets/synth.h"
-#include "tools/analysis/layer_scheme.h"
+#include "tools/analysis/scheme/layer_scheme.h"
 #include "tools/container/chunk_write.h"
 
 namespace tierkv::analysis {

@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "tools/analysis/analyze.h"
-#include "tools/analysis/layer_scheme.h"
-#include "tools/analysis/row_pages.h"
+#include "tools/analysis/scheme/layer_scheme.h"
+#include "tools/analysis/scheme/row_pages.h"
 #include "tools/presets/preset.h"
 
 namespace tierkv::analysis {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/analysis/segment_encoder.h"
+#include "tools/analysis/scheme/segment_encoder.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/analysis/step_quantize.h"
+#include "tools/analysis/scheme/step_quantize.h"
 
 #include <gtest/gtest.h>
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "tools/analysis/analyze.h"
-#include "tools/analysis/layer_scheme.h"
-#include "tools/analysis/row_measure.h"
+#include "tools/analysis/scheme/layer_scheme.h"
+#include "tools/analysis/scheme/row_measure.h"
 
 namespace tierkv::analysis {
 

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "codec/format/byte_cursor.h"
-#include "tools/analysis/row_pages.h"
+#include "tools/analysis/scheme/row_pages.h"
 #include "tools/container/chunk_write.h"
 
 namespace tierkv::analysis {

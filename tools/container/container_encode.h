@@ -4,7 +4,7 @@
 
 #include "tierkv/container.h"
 #include "tools/analysis/layer_data.h"
-#include "tools/analysis/layer_scheme.h"
+#include "tools/analysis/scheme/layer_scheme.h"
 
 namespace tierkv::analysis {
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/analysis/row_codec.h"
+#include "tools/analysis/scheme/row_codec.h"
 
 #include <algorithm>
 #include <numeric>
 
-#include "tools/analysis/tiering.h"
+#include "tools/analysis/scheme/tiering.h"
 
 namespace tierkv::analysis {
 namespace {

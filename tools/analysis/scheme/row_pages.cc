@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/analysis/row_pages.h"
+#include "tools/analysis/scheme/row_pages.h"
 
 #include <algorithm>
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "codec/host/coded/histogram.h"
-#include "tools/analysis/layer_scheme.h"
+#include "tools/analysis/scheme/layer_scheme.h"
 
 namespace tierkv::analysis {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "codec/file/row_plan.h"
 #include "datasets/row_data.h"
-#include "tools/analysis/segment_encoder.h"
+#include "tools/analysis/scheme/segment_encoder.h"
 
 namespace tierkv::analysis {
 

@@ -11,7 +11,7 @@
 #include "codec/host/coded/weighted_books.h"
 #include "tools/analysis/detail.h"
 #include "tools/analysis/layer_data.h"
-#include "tools/analysis/row_codec.h"
+#include "tools/analysis/scheme/row_codec.h"
 
 namespace tierkv::analysis {
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/analysis/row_measure.h"
+#include "tools/analysis/scheme/row_measure.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "tools/analysis/row_pages.h"
+#include "tools/analysis/scheme/row_pages.h"
 #include "tools/analysis/stop_watch.h"
 
 namespace tierkv::analysis {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "tierkv/page.h"
-#include "tools/analysis/row_codec.h"
+#include "tools/analysis/scheme/row_codec.h"
 
 namespace tierkv::analysis {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/analysis/row_basis.h"
+#include "tools/analysis/scheme/row_basis.h"
 
 #include "codec/format/global_step.h"
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/analysis/segment_encoder.h"
+#include "tools/analysis/scheme/segment_encoder.h"
 
 #include <zstd.h>
 
 #include <algorithm>
 
 #include "codec/format/sound_halves.h"
-#include "tools/analysis/step_quantize.h"
+#include "tools/analysis/scheme/step_quantize.h"
 
 namespace tierkv::analysis {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/analysis/tiering.h"
+#include "tools/analysis/scheme/tiering.h"
 
 #include <algorithm>
 #include <string>

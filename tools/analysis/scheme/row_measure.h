@@ -6,7 +6,7 @@
 
 #include "tools/analysis/analyze.h"
 #include "tools/analysis/attention_error.h"
-#include "tools/analysis/row_codec.h"
+#include "tools/analysis/scheme/row_codec.h"
 
 namespace tierkv::analysis {
 

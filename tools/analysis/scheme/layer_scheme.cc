@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/analysis/layer_scheme.h"
+#include "tools/analysis/scheme/layer_scheme.h"
 
 #include <cmath>
 
 #include "tools/analysis/baselines/baseline_coders.h"
 #include "tools/analysis/baselines/eviction.h"
 #include "tools/analysis/baselines/fse.h"
-#include "tools/analysis/row_basis.h"
+#include "tools/analysis/scheme/row_basis.h"
 
 namespace tierkv::analysis {
 namespace {
