@@ -255,6 +255,7 @@ class TKV_API KvStore final {
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
   // The same into memory of the caller, which several threads fill. Fresh memory costs more than
   // the export: use it again. kBufferTooSmall, with the bytes needed, where the target gives none.
+  // A failure while the memory is filled (kCuda) leaves no sequence there.
   Status export_sequence(SequenceId sequence, const ExportTarget& target);
   // kCorrupt, kVersion; kInvalidArgument for bytes of another config or profile; kOutOfPages;
   // kOutOfMemory as above.

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <new>
 
+#include "store/transfer/sequence_chunks.h"
 #include "tests/engine/support/feed.h"
 #include "tests/engine/support/owned_parts.h"
 #include "tests/support/fresh_random.h"
@@ -166,6 +167,34 @@ TEST_F(SequenceTransfer, ARefusedSequenceLeavesNoCodebooks) {
     ASSERT_TRUE(other.give(one->store.engine.get(), one->id, 0, 400));
   }
   EXPECT_EQ(to.bytes(), fresh.bytes());
+}
+
+// Memory of the caller that held a sequence before holds none then.
+TEST_F(SequenceTransfer, AnExportThatFailsLeavesNoSequence) {
+  const StoreConfig config = make_config({});
+  const Feed feed(config.layout, 400, &rng_);
+  OneSequence from(config);
+  KvStore* engine = from.store.engine.get();
+  ASSERT_TRUE(feed.give(engine, from.id, 0, 400));
+  std::vector<uint8_t> bytes = from.bytes();
+  store::LayerMoves layers;
+  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+    const store::LayerTokens at = store::after_append(from.store.place->laws(), {}, 400);
+    layers.push_back({from.id.slot, l, at, at});
+  }
+  Result<store::SequenceSource> source = from.store.place->export_parts(layers);
+  ASSERT_TRUE(source);
+  const auto into = [&](size_t size) { return size == bytes.size() ? bytes.data() : nullptr; };
+  const auto identity = from.store.place->identity();
+  ASSERT_TRUE(store::write_sequence(config, identity, *source, into));
+  EXPECT_EQ(bytes, from.bytes());
+  source->write = [write = source->write](int64_t row, uint8_t* raw, uint8_t* body) {
+    return row == 1 ? Status(StatusCode::kCuda, "wait") : write(row, raw, body);
+  };
+  EXPECT_EQ(store::write_sequence(config, identity, *source, into).code(), StatusCode::kCuda);
+  // As of bytes that are no container.
+  EXPECT_EQ(engine->import_sequence(bytes.data(), bytes.size()).status().code(),
+            StatusCode::kInvalidArgument);
 }
 
 // Its slot and pages are free again.
