@@ -25,7 +25,7 @@ def entropy(codes):
 
 def steps_of(profile, row, k, v, sm_scale, head_dim):
     """Global steps (docs/internals/architecture.md, "Quantisation")."""
-    metric_trace = 1.01 * profile["query_trace"][row]  # with the ridge of codec/global_step.h
+    metric_trace = 1.01 * profile["query_trace"][row]  # with the ridge of codec/format/global_step.h
     return (k * profile["key_scale"][row] * np.sqrt(12 / metric_trace) / sm_scale,
             v * profile["value_scale"][row] * np.sqrt(12 * profile["value_signal"][row] / head_dim))
 

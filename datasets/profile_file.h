@@ -19,7 +19,7 @@
 // /key_matrix_trace, /value_matrix_trace
 //                          float64 [rows]
 //
-// codec/profile.h says what they mean.
+// codec/policy/profile.h says what they mean.
 #pragma once
 
 #include <functional>

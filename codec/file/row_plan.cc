@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "codec/file/row_plan.h"
 
-#include <algorithm>
 #include <string>
 
 #include "codec/format/byte_cursor.h"

@@ -127,9 +127,9 @@ struct LayerAppend {
   // [count, num_kv_heads, stride]. Null: unknown, which is neutral.
   const float* significance = nullptr;
   int64_t stride = 0;  // at least tokens
-  // Instead of them the queries, [count, tokens, num_q_heads, head_dim] of layout.dtype: the store
-  // finds what they say of each other's tokens. On a device that takes memory of the stream's pool,
-  // 4 bytes for each token and head: kOutOfMemory. It cannot be captured.
+  // The queries in place of significances, which the store then finds: [count, tokens, num_q_heads,
+  // head_dim] of layout.dtype. A store on a device takes 4 bytes for each token and head out of the
+  // stream's memory pool (kOutOfMemory), and such a call cannot be captured.
   const void* q = nullptr;
   int32_t query_stride = 1;  // 1 counts all queries; see SignificanceCall
 };
@@ -206,8 +206,8 @@ class TKV_API KvStore final {
   // CodedFormat before a layer has its means and codebooks (store/ENGINE.md).
   //
   // k, v, q and out are aligned to 16 bytes. kUnsupported names what is not here yet:
-  // LayerAttend::probabilities, q_len beyond kMaxStepTokens, several queries right
-  // behind a truncation that ends in the body, groups of more than 16 q heads.
+  // LayerAttend::probabilities, q_len beyond kMaxStepTokens, several queries right behind a
+  // truncation that ends in the body, groups of more than 16 q heads.
   static Result<std::unique_ptr<KvStore>> create_device(const StoreConfig& config,
                                                         GpuStream stream);
   ~KvStore();
@@ -255,6 +255,7 @@ class TKV_API KvStore final {
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
   // The same into memory of the caller, which several threads fill. Fresh memory costs more than
   // the export: use it again. kBufferTooSmall, with the bytes needed, where the target gives none.
+  // A failure while the memory is filled (kCuda) leaves no sequence there.
   Status export_sequence(SequenceId sequence, const ExportTarget& target);
   // kCorrupt, kVersion; kInvalidArgument for bytes of another config or profile; kOutOfPages;
   // kOutOfMemory as above.

@@ -114,7 +114,7 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
   steps.take = [this](const auto& layers, const std::vector<LayerPlan>& plans) {
     return take_pages(layers, plans);
   };
-  Status s = import_parts(slot, parts, steps);
+  Status s = without_bad_alloc([&] { return import_parts(slot, parts, steps); });
   if (!s) (void)release(slot);
   return s;
 }

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <new>
 #include <span>
 #include <vector>
 
@@ -65,6 +66,17 @@ struct SequenceParts {
   // threads at once.
   std::function<Status(int64_t first, int64_t count)> verify;
 };
+
+// What call() returns; kOutOfMemory where it throws std::bad_alloc, so that its caller can give
+// back what it has taken.
+template <class Call>
+Status without_bad_alloc(const Call& call) {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "no host memory");
+  }
+}
 
 // The same of a sequence that leaves. Valid until the next call of the place.
 struct SequenceSource {

@@ -186,7 +186,7 @@ class DeviceRowFormat {
   // upload_shared() comes after the bytes of an imported slot. `layers` are its layers, with their
   // states in host memory.
   virtual Status download_shared(RowFormat* /*host*/) { return Status::ok(); }
-  // kCorrupt where a block of an imported slot is hostile that plan_import() did not decode
+  // kCorrupt where a block of an imported slot that plan_import() did not decode is hostile
   // (ImportWork::decodes_later). `layers` as below; counts: device [num_layers]. Waits.
   virtual Status check_imported(const std::vector<HostLayer>& /*layers*/,
                                 const LayerTokens* /*counts*/) {

@@ -82,8 +82,8 @@ struct ImportWork {
   int32_t body_end = 0;
   std::span<const uint8_t> shared;                   // as export_shared() wrote it
   std::span<const std::span<const uint8_t>> bodies;  // [num_kv_heads], as export_body() wrote them
-  // The caller has blocks that stay as they are decoded before anybody reads them: the format need
-  // not do so to find hostile ones.
+  // The caller decodes the blocks that stay as they are, before anybody reads them. So the format
+  // need not decode them to find hostile ones.
   bool decodes_later = false;
 };
 

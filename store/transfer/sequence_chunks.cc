@@ -175,7 +175,11 @@ Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& ide
     plan.seal(bytes, chunk + 1);
     return written;
   });
-  if (s) plan.finish(bytes);
+  if (s) {
+    plan.finish(bytes);
+  } else {
+    std::fill_n(bytes, kContainerHeaderBytes, uint8_t{0});  // of what was there before
+  }
   return s;
 }
 

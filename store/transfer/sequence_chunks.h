@@ -18,7 +18,8 @@
 
 namespace tierkv::store {
 
-// kBufferTooSmall where the target gives no memory.
+// kBufferTooSmall where the target gives no memory. Where source.write() fails, its status.
+// The target then has no header, so that nobody takes it for a sequence.
 Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& identity,
                       const SequenceSource& source, const ExportTarget& target);
 // Parts are views of the bytes, whose checksums the parts' verify() looks at. The counts are

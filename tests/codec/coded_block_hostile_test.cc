@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 
 #include "codec/format/coded_block.h"
 #include "tests/support/code_source.h"

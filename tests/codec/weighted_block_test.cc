@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "tests/codec/support/simd_targets.h"
 #include "tests/codec/support/weighted_source.h"

@@ -2,10 +2,10 @@
 // What configs and calls are refused, by name, and that a refused call changes nothing.
 #include <cmath>
 #include <functional>
-#include <limits>
 
 #include "tests/engine/support/feed.h"
 #include "tests/support/fresh_random.h"
+#include "tierkv/significance.h"
 
 namespace tierkv {
 namespace {
@@ -156,6 +156,16 @@ TEST(OneStore, RefusesValuesByName) {
       EXPECT_THAT(engine->append(call).message(), HasSubstr("significance"));
       call.stride = tokens - 1;
       EXPECT_THAT(engine->append(call).message(), HasSubstr("stride"));
+      call.q = good.q.data();
+      EXPECT_THAT(engine->append(call).message(), HasSubstr("significance and q"));
+    }
+    for (const int32_t stride : {-1, 0, kMaxQueryStride + 1}) {
+      LayerAppend call = good.call(one.id, 0, 100, tokens);
+      call.q = good.q.data();
+      call.query_stride = stride;
+      const Status s = engine->append(call);
+      EXPECT_EQ(s.code(), StatusCode::kInvalidArgument);
+      EXPECT_THAT(s.message(), HasSubstr("query_stride"));
     }
     for (int32_t l = 0; l < 2; ++l) ASSERT_TRUE(engine->append(good.call(one.id, l, 100, tokens)));
     OneSequence other(config);

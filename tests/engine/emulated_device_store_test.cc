@@ -195,6 +195,41 @@ TEST_F(EmulatedDeviceStore, RefusesHostileBodies) {
     if (HasFatalFailure()) return;
   }
 }
+// A block of no bytes has no place where pages are full, or where there are none.
+TEST_F(EmulatedDeviceStore, RefusesBlocksWithoutBytes) {
+  TwinChoice choice;
+  choice.memory_bytes = 128 << 20;
+  KvTwins t(twin_config(choice), &rng_);
+  ASSERT_TRUE(t.is_made());
+  t.add();
+  t.extend({0}, 360);
+  const auto bytes = t.device().export_sequence(t.live()[0].device);
+  ASSERT_TRUE(bytes);
+  const auto reader = ContainerReader::from_bytes(*bytes, "sequence");
+  std::vector<ChunkBlock> blocks(1);
+  for (size_t c = 0; c < reader->chunks().size(); ++c) {
+    std::vector<uint8_t> body;
+    ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &body));
+    if (reader->chunks()[c].key.kind == ChunkKind::kStorePage) {
+      ASSERT_EQ(body.front(), 1);  // fixed, so that the device would decode the blocks
+      std::vector<uint8_t> empty(body.begin(), body.begin() + 21 + 2 * choice.head_dim);
+      for (size_t at = empty.size(); at < body.size();) {
+        at += sizeof(uint32_t) + size_t{16} * load_u32(body.data() + at);
+        empty.resize(empty.size() + sizeof(uint32_t));
+      }
+      body = empty;
+    }
+    blocks[0].add(reader->chunks()[c].key, body);
+  }
+  const std::vector<uint8_t> bad = assemble_container(blocks);
+  const auto a = t.host().import_sequence(bad.data(), bad.size());
+  const auto b = t.device().import_sequence(bad.data(), bad.size());
+  EXPECT_EQ(a.status().code(), StatusCode::kCorrupt);
+  EXPECT_EQ(b.status().code(), StatusCode::kCorrupt);
+  EXPECT_EQ(a.status().message(), b.status().message());
+  t.exchange(0);
+  t.expect_equal();
+}
 // Long enough for several threads; pages of the second sequence lie behind those of the first.
 TEST_F(EmulatedDeviceStore, LongSequencesComeAndGo) {
   TwinChoice choice;

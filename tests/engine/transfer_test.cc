@@ -2,8 +2,11 @@
 // Sequences between stores, and hostile bytes.
 #include <fstream>
 #include <iterator>
+#include <new>
 
+#include "store/transfer/sequence_chunks.h"
 #include "tests/engine/support/feed.h"
+#include "tests/engine/support/owned_parts.h"
 #include "tests/support/fresh_random.h"
 #include "tierkv/container.h"
 
@@ -164,6 +167,68 @@ TEST_F(SequenceTransfer, ARefusedSequenceLeavesNoCodebooks) {
     ASSERT_TRUE(other.give(one->store.engine.get(), one->id, 0, 400));
   }
   EXPECT_EQ(to.bytes(), fresh.bytes());
+}
+
+// Memory of the caller that held a sequence before holds none then.
+TEST_F(SequenceTransfer, AnExportThatFailsLeavesNoSequence) {
+  const StoreConfig config = make_config({});
+  const Feed feed(config.layout, 400, &rng_);
+  OneSequence from(config);
+  KvStore* engine = from.store.engine.get();
+  ASSERT_TRUE(feed.give(engine, from.id, 0, 400));
+  std::vector<uint8_t> bytes = from.bytes();
+  store::LayerMoves layers;
+  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+    const store::LayerTokens at = store::after_append(from.store.place->laws(), {}, 400);
+    layers.push_back({from.id.slot, l, at, at});
+  }
+  Result<store::SequenceSource> source = from.store.place->export_parts(layers);
+  ASSERT_TRUE(source);
+  const auto into = [&](size_t size) { return size == bytes.size() ? bytes.data() : nullptr; };
+  const auto identity = from.store.place->identity();
+  ASSERT_TRUE(store::write_sequence(config, identity, *source, into));
+  EXPECT_EQ(bytes, from.bytes());
+  source->write = [write = source->write](int64_t row, uint8_t* raw, uint8_t* body) {
+    return row == 1 ? Status(StatusCode::kCuda, "wait") : write(row, raw, body);
+  };
+  EXPECT_EQ(store::write_sequence(config, identity, *source, into).code(), StatusCode::kCuda);
+  // As of bytes that are no container.
+  EXPECT_EQ(engine->import_sequence(bytes.data(), bytes.size()).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+// Its slot and pages are free again.
+TEST_F(SequenceTransfer, AnImportWithoutMemoryLeavesNothing) {
+  for (const bool tiers : {false, true}) {
+    StoreConfig config = make_config({});
+    if (tiers) config.format = TiersFormat{};
+    const Feed feed(config.layout, 400, &rng_);
+    OneSequence from(config);
+    ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 400));
+    const std::vector<uint8_t> bytes = from.bytes();
+    const int64_t free = from.store.engine->usage()->pages_free;
+    store::LayerMoves layers;
+    for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+      const store::LayerTokens at = store::after_append(from.store.place->laws(), {}, 400);
+      layers.push_back({from.id.slot, l, at, at});
+    }
+    const OwnedParts owned(*from.store.place->export_parts(layers));
+    store::SequenceParts parts = owned.views();
+    // Of the last row: others have been written, or at least planned.
+    parts.verify = [&](int64_t first, int64_t count) -> Status {
+      if (first + count == static_cast<int64_t>(owned.raw.size())) throw std::bad_alloc();
+      return Status::ok();
+    };
+    EXPECT_EQ(from.store.place->import_parts(from.id.slot + 1, parts).code(),
+              StatusCode::kOutOfMemory);
+    EXPECT_EQ(from.store.engine->usage()->pages_free, free);
+    const Result<SequenceId> id = from.store.engine->import_sequence(bytes.data(), bytes.size());
+    ASSERT_TRUE(id) << id.status().message();
+    EXPECT_EQ(id->slot, from.id.slot + 1);
+    EXPECT_EQ(*from.store.engine->export_sequence(*id), bytes);
+    InvariantChecker laws;
+    EXPECT_TRUE(laws.check(from.store.place->pages().allocator));
+  }
 }
 
 // Checksums that are right around bytes that are not: refused, or a sequence that works.

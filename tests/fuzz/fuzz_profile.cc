@@ -66,7 +66,7 @@ std::vector<char> make_image(Input& in) {
   return image;
 }
 
-// What was read keeps every promise of codec/profile.h.
+// What was read keeps every promise of codec/policy/profile.h.
 void use(const Profile& p) {
   if (!p.validate()) std::abort();
   if (!p.rope.empty() && p.rope_of(p.num_layers - 1) == nullptr) std::abort();

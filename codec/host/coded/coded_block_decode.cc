@@ -3,7 +3,6 @@
 // coded_block.cc.
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <string>
 
 #include "codec/format/coded_block.h"

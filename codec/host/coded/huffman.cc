@@ -2,7 +2,6 @@
 #include "codec/format/huffman.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace tierkv {
 namespace {

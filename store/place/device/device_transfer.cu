@@ -241,8 +241,9 @@ Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
 
 Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
   if (Status s = open(slot); !s) return s;
-  Status s = import_opened(slot, parts);
+  Status s = without_bad_alloc([&] { return import_opened(slot, parts); });
   if (!s) {
+    (void)wait();  // layers that went up may still be read there
     mirror_ = nullptr;
     (void)release(slot);
   }

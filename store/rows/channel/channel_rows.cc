@@ -135,9 +135,9 @@ void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& pl
   for (size_t w = 0; w < layers.size(); ++w) {
     const int32_t bytes = block_bytes(layers[w].layer);
     for (int32_t i = 0; i < channel.counts[w]; ++i) {
-      const uint8_t* from = channel.bodies.empty()
-                                ? channel.blocks[w].data() + int64_t{i} * bytes
-                                : channel.bodies[w * heads + i % heads].data() + i / heads * bytes;
+      const uint8_t* from = channel.bodies.empty() ? channel.blocks[w].data() + int64_t{i} * bytes
+                                                   : channel.bodies[w * heads + i % heads].data() +
+                                                         int64_t{i / heads} * bytes;
       std::memcpy(block_at(layers[w], i % heads, channel.first_block[w] + i / heads), from, bytes);
     }
   }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How tokens that leave the window become blocks on pages.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <string>
 

@@ -2,9 +2,8 @@
 // Bodies of coded rows as bytes, and back.
 //
 // A body is, little-endian: whether it is fixed (u8); tokens of its geometric mean (i32), their sum
-// of logarithms (i64, units of
-// 2^-24); fixed: steps of keys and values (f32 each), means (fp16 [head_dim]); of each
-// block keys, then values: units (u32) and as many times 16 bytes.
+// of logarithms (i64, units of 2^-24); fixed: steps of keys and values (f32 each), means (fp16
+// [head_dim]); of each block keys, then values: units (u32, not 0) and as many times 16 bytes.
 #include <algorithm>
 #include <cstring>
 #include <span>
@@ -105,6 +104,7 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
             most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens)) / kUnitBytes);
   for (int32_t i = 0; i < 2 * draft->end_block; ++i) {
     const uint32_t units = in.u32();
+    if (units == 0) return corrupt("a block is empty");
     if (units > most_units) return corrupt("a block is too long");
     const size_t bytes = size_t{units} * kUnitBytes;
     const uint8_t* from = in.take(bytes);
