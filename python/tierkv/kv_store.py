@@ -299,8 +299,7 @@ class KvStore:
     def append(self, sequences: Ids, layer: int, k: ArrayLike, v: ArrayLike, *, significance: Optional[ArrayLike] = None,
                q: Optional[ArrayLike] = None, query_stride: int = 1) -> None:
         """The new tokens of one layer: k and v [sequences, tokens, num_kv_heads, head_dim] of config.dtype. `significance` float32 [sequences,
-        num_kv_heads, tokens or more] as tierkv.significance() finds it, or instead the queries [sequences, tokens, num_q_heads, head_dim], of
-        which every `query_stride`-th counts."""
+        num_kv_heads, tokens or more] of tierkv.significance(), or the queries q [sequences, tokens, num_q_heads, head_dim], every query_stride-th."""
         ids, count = _ids(sequences)
         c = self.config
         keys = self._given(k, "k", (c.dtype,), (count, None, c.num_kv_heads, c.head_dim))

@@ -214,7 +214,7 @@ TEST_F(SequenceTransfer, AnImportWithoutMemoryLeavesNothing) {
     }
     const OwnedParts owned(*from.store.place->export_parts(layers));
     store::SequenceParts parts = owned.views();
-    // Of the last row: others have been written, or at least planned.
+    // The damage is in the last row: others have been written by then, or at least planned.
     parts.verify = [&](int64_t first, int64_t count) -> Status {
       if (first + count == static_cast<int64_t>(owned.raw.size())) throw std::bad_alloc();
       return Status::ok();

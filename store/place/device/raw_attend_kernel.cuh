@@ -326,7 +326,7 @@ struct RawAttend {
     }
   }
 
-  // Of the warp; the others are kAttendWarps on.
+  // The first item of this warp; its others are kAttendWarps on.
   __device__ __forceinline__ int32_t first_item() const {
     return warp - (r.sinks > 0 ? 1 : 0);
   }

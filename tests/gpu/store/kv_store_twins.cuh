@@ -243,7 +243,7 @@ class KvTwins {
     EXPECT_EQ(held[0], held[1]);
     return held[0] != held[2];
   }
-  // Of the two sequences of a call, by the public calls.
+  // Finds the significances of the two sequences of a call by the public calls.
   float* found_before(const LayerAppend& a, const std::vector<uint16_t>& q, int32_t query_stride) {
     const CacheLayout& l = config_.layout;
     const int32_t n = a.tokens;
