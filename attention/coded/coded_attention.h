@@ -75,7 +75,7 @@ struct WeightedRows {
   const uint16_t* block_turns = nullptr;
   int32_t num_block_turns = 0;  // a row of more blocks is kCorrupt, unless without RoPE
   int32_t sink_tokens = 0;      // of every row that has blocks, at most kMostRawSinks
-  RopePairing pairing = RopePairing::kNone;
+  RopePairing pairing = RopePairing::kNone;  // what weighted_turns() has made tables for
 };
 inline constexpr int32_t kMostRawSinks = 16;
 
