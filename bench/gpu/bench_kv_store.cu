@@ -9,12 +9,10 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <random>
 
 #include "bench/gpu/codec_bench.cuh"
 #include "codec/policy/profile.h"
-#include "store/place/device/device_kernels.h"
 #include "tierkv/kv_store.h"
 
 namespace tierkv::bench {
@@ -147,9 +145,16 @@ Timing timing_of(std::vector<double> us) {
   return t;
 }
 
-// Times of a graph of what `capture` enqueues; `before` comes before each launch.
+// An event of a graph, which events around its launch can be compared with.
+void record_in_graph(cudaEvent_t event, cudaStream_t stream) {
+  check(cudaEventRecordWithFlags(event, stream, cudaEventRecordExternal), "event");
+}
+
+// Times of a graph of what `capture` enqueues; `before` comes before each launch. `from` and `to`:
+// events that it records, between which the time is taken; null: of the whole graph.
 template <class Capture, class Before>
-Timing time_replays(cudaStream_t stream, int replays, Capture&& capture, Before&& before) {
+Timing time_replays(cudaStream_t stream, int replays, Capture&& capture, Before&& before,
+                    cudaEvent_t from = nullptr, cudaEvent_t to = nullptr) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
@@ -167,7 +172,8 @@ Timing time_replays(cudaStream_t stream, int replays, Capture&& capture, Before&
     check(cudaEventRecord(end, stream), "event");
     check(cudaEventSynchronize(end), "event");
     float ms = 0;
-    check(cudaEventElapsedTime(&ms, begin, end), "event");
+    const bool is_part = from != nullptr;
+    check(cudaEventElapsedTime(&ms, is_part ? from : begin, is_part ? to : end), "event");
     if (i > 1) us.push_back(1e3 * ms);
   }
   cudaEventDestroy(begin), cudaEventDestroy(end);
@@ -232,6 +238,21 @@ void run_steps(Bench* bench, const std::string& format) {
       },
       note);
   bench->add(m);
+  cudaEvent_t from, to;
+  check(cudaEventCreate(&from), "event");
+  check(cudaEventCreate(&to), "event");
+  m = {"begin, " + format, "16,384 rows", 0, 0, {}};
+  m.time = time_replays(
+      bench->stream(), bench->replays() * 3,
+      [&] {
+        record_in_graph(from, bench->stream());
+        require(cache.store->begin(cache.all(), 1));
+        record_in_graph(to, bench->stream());
+        for (int32_t l = 0; l < kLayers; ++l) cache.append(cache.all(), l, 1);
+      },
+      note, from, to);
+  bench->add(m);
+  cudaEventDestroy(from), cudaEventDestroy(to);
   m = {"step without attention, " + format, shape, 0, 0, {}};
   m.time = time_replays(
       bench->stream(), bench->replays() * 3,
@@ -260,85 +281,69 @@ void run_steps(Bench* bench, const std::string& format) {
   bench->add(m);
 }
 
-// The bytes of a sequence, pinned, each way: in one copy, which is what the link gives, and by the
-// kernel that moves pages, a launch a layer.
+// The bytes of a sequence, pinned, each way in one copy: what the link gives.
 void measure_link(Bench* bench, const std::string& format, int64_t bytes) {
   void *host = nullptr, *device = nullptr;
   check(cudaHostAlloc(&host, static_cast<size_t>(bytes), cudaHostAllocDefault), "link");
   check(cudaMalloc(&device, static_cast<size_t>(bytes)), "link");
   std::memset(host, 1, static_cast<size_t>(bytes));
-  store::PagesView pages;
-  pages.base = static_cast<uint8_t*>(device);
-  pages.page_bytes = 8192;
-  const auto per_layer = static_cast<int32_t>(bytes / pages.page_bytes / kLayers);
-  int32_t* ids = nullptr;
-  check(cudaHostAlloc(&ids, kLayers * per_layer * sizeof(int32_t), cudaHostAllocDefault), "link");
-  std::iota(ids, ids + kLayers * per_layer, 0);
-  const auto copy = [&](bool out) {
-    check(cudaMemcpyAsync(out ? host : device, out ? device : host, static_cast<size_t>(bytes),
-                          cudaMemcpyDefault, bench->stream()),
-          "link");
-  };
-  const auto move_layers = [&](bool out) {
-    for (int32_t l = 0; l < kLayers; ++l) {
-      store::StagedLayer call;
-      call.ids = ids + l * per_layer;
-      call.staged = static_cast<uint8_t*>(host) + l * per_layer * pages.page_bytes;
-      call.count = per_layer;
-      call.comes = !out;
-      require(store::launch_staged_layer(pages, call, bench->stream()));
-    }
-  };
-  const auto measure = [&](const char* how, bool out, const auto& move) {
-    std::vector<double> us;
-    for (int i = 0; i < 12; ++i) us.push_back(microseconds(bench->stream(), [&] { move(out); }));
-    us.erase(us.begin());
-    bench->add({(out ? "export " : "import ") + (how + (", " + format)), "4096 tokens",
-                out ? bytes : 0, out ? 0 : bytes, timing_of(us)});
-  };
   for (const bool out : {true, false}) {
-    measure("as one pinned copy", out, copy);
-    measure("by its kernels alone", out, move_layers);
+    std::vector<double> us;
+    for (int i = 0; i < 12; ++i) {
+      us.push_back(microseconds(bench->stream(), [&] {
+        check(cudaMemcpyAsync(out ? host : device, out ? device : host, static_cast<size_t>(bytes),
+                              cudaMemcpyDefault, bench->stream()),
+              "link");
+      }));
+    }
+    us.erase(us.begin());
+    bench->add({std::string(out ? "export" : "import") + " as one pinned copy, " + format,
+                "4096 tokens", out ? bytes : 0, out ? 0 : bytes, timing_of(us)});
   }
-  cudaFreeHost(host), cudaFreeHost(ids), cudaFree(device);
+  cudaFreeHost(host), cudaFree(device);
 }
 
-// One sequence, in a store that holds another one.
+// A sequence out to `memory` and back in as another one.
+void measure_transfers(Bench* bench, const std::string& format, Cache* cache, SequenceId first,
+                       SequenceId* last, uint8_t* memory) {
+  std::vector<double> exports, imports;
+  size_t bytes = 0;
+  for (int i = 0; i < 12; ++i) {
+    exports.push_back(microseconds(bench->stream(), [&] {
+      require(cache->store->export_sequence(first, [&](size_t size) {
+        bytes = size;
+        return memory;
+      }));
+    }));
+    require(cache->store->release(*last));
+    imports.push_back(microseconds(bench->stream(), [&] {
+      const Result<SequenceId> id = cache->store->import_sequence(memory, bytes);
+      require(id.status());
+      *last = *id;
+    }));
+  }
+  std::printf("%s: the first export took %.0f us, the first import %.0f us\n", format.c_str(),
+              exports[0], imports[0]);
+  exports.erase(exports.begin()), imports.erase(imports.begin());
+  const auto moved = static_cast<int64_t>(bytes);
+  bench->add({"export, " + format, "4096 tokens", moved, 0, timing_of(exports)});
+  bench->add({"import, " + format, "4096 tokens", 0, moved, timing_of(imports)});
+}
+
+// One sequence, in a store that holds another one; memory of the caller that is used again, as one
+// would who moves many.
 void run_transfers(Bench* bench, const std::string& format) {
   Cache cache(make_config(format, 3, kTokens + 64), 3, bench->stream());
   const SequenceId first = cache.add(kTokens);
   SequenceId last = cache.add(kTokens);
   require(cache.store->take_status());
-  std::vector<double> exports, imports;
-  // Into memory that is used again, as a caller would who moves many; the first time takes it.
-  std::vector<uint8_t> out;
-  size_t bytes = 0;
-  for (int i = 0; i < 12; ++i) {
-    const double exported = microseconds(bench->stream(), [&] {
-      require(cache.store->export_sequence(first, [&](size_t size) {
-        bytes = size;
-        if (size > out.size()) out.resize(size);
-        return out.data();
-      }));
-    });
-    require(cache.store->release(last));
-    const double imported = microseconds(bench->stream(), [&] {
-      const Result<SequenceId> id = cache.store->import_sequence(out.data(), bytes);
-      require(id.status());
-      last = *id;
-    });
-    if (i == 0) {
-      std::printf("%s: the first export took %.0f us, the first import %.0f us\n", format.c_str(),
-                  exported, imported);
-      continue;
-    }
-    exports.push_back(exported);
-    imports.push_back(imported);
-  }
-  const auto moved = static_cast<int64_t>(bytes);
-  bench->add({"export, " + format, "4096 tokens", moved, 0, timing_of(exports)});
-  bench->add({"import, " + format, "4096 tokens", 0, moved, timing_of(imports)});
-  measure_link(bench, format, moved);
+  std::vector<uint8_t> plain(cache.store->export_sequence(first)->size());
+  uint8_t* pinned = nullptr;
+  check(cudaHostAlloc(&pinned, plain.size(), cudaHostAllocDefault), "pinned memory");
+  measure_transfers(bench, format + ", pinned memory", &cache, first, &last, pinned);
+  measure_transfers(bench, format, &cache, first, &last, plain.data());
+  measure_link(bench, format, static_cast<int64_t>(plain.size()));
+  cudaFreeHost(pinned);
 }
 
 void run_prompts(Bench* bench, const std::string& format) {

@@ -29,16 +29,13 @@ class ChunkPlan {
   }
   void write(uint8_t* container, int64_t chunk, const std::vector<uint8_t>& payload) {
     std::copy(payload.begin(), payload.end(), this->payload(container, chunk));
-    seal(container, chunk);
+    const uint64_t padded = align_chunk(payload.size());
+    uint8_t* at = this->payload(container, chunk);
+    std::fill(at + payload.size(), at + padded, uint8_t{0});
+    set_checksum(chunk, xxh3(at, padded));
   }
-  // The payload is there. Any number of threads at once.
-  void seal(uint8_t* container, int64_t chunk) {
-    ChunkEntry& c = chunks_[chunk];
-    const uint64_t padded = align_chunk(c.bytes);
-    uint8_t* at = payload(container, chunk);
-    std::fill(at + c.bytes, at + padded, uint8_t{0});
-    c.checksum = xxh3(at, padded);
-  }
+  // Of the payload and the zeros behind it, up to a multiple of kChunkAlignment.
+  void set_checksum(int64_t chunk, uint64_t checksum) { chunks_[chunk].checksum = checksum; }
   void finish(uint8_t* container) const {
     const std::vector<uint8_t> index = store_index(chunks_);
     std::copy(index.begin(), index.end(), container + end_);

@@ -39,6 +39,16 @@ uint64_t xxh3(const uint8_t* bytes, size_t size) {
   return XXH3_64bits(bytes, size);
 }
 
+Xxh3Keys xxh3_keys() {
+  uint8_t secret[XXH3_SECRET_DEFAULT_SIZE];
+  XXH3_generateSecret_fromSeed(secret, 0);
+  Xxh3Keys keys;
+  std::memcpy(keys.stripes, secret, sizeof(keys.stripes));
+  std::memcpy(keys.last, secret + sizeof(secret) - sizeof(keys.last) - 7, sizeof(keys.last));
+  std::memcpy(keys.merge, secret + 11, sizeof(keys.merge));
+  return keys;
+}
+
 void store_container_header(const ContainerHeader& header, uint8_t out[kContainerHeaderBytes]) {
   std::vector<uint8_t> bytes(kContainerMagic, kContainerMagic + kMagicBytes);
   ByteWriter w(&bytes);

@@ -32,6 +32,15 @@ struct ContainerHeader {
 
 uint64_t xxh3(const uint8_t* bytes, size_t size);
 
+// What XXH3 mixes with runs of more than kXxh3ShortBytes; shorter ones it hashes in other ways.
+inline constexpr int64_t kXxh3ShortBytes = 240;
+struct Xxh3Keys {
+  uint64_t stripes[24];  // lane i of stripe s of a block: [s + i]; of scrambling: [16 + i]
+  uint64_t last[8];      // of the last stripe
+  uint64_t merge[8];
+};
+Xxh3Keys xxh3_keys();
+
 void store_container_header(const ContainerHeader& header, uint8_t out[kContainerHeaderBytes]);
 // The header of a container whose index, as store_index() writes it, lies at `offset`.
 ContainerHeader header_before(int64_t offset, const std::vector<uint8_t>& index);

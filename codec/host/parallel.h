@@ -49,7 +49,7 @@ void parallel_for(int64_t n, int32_t threads, const Body& body) {
 template <class Body>
 Status try_parallel_for(int64_t n, int32_t threads, const Body& body) {
   std::vector<Status> statuses(static_cast<size_t>(n));
-  parallel_for(n, threads, [&](int64_t i) { statuses[i] = body(i); });
+  parallel_for(n, threads, [&](int64_t i) { (void)(statuses[i] = body(i)); });
   for (const Status& s : statuses) {
     if (!s) return s;
   }

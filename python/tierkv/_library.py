@@ -252,7 +252,7 @@ CORE: Dict[str, List[Any]] = {
     "tkv_kv_bytes_held": [c_void_p, c_uint64, POINTER(c_int64)],
     "tkv_kv_get_usage": [c_void_p, POINTER(KvUsage)],
     "tkv_kv_export_sequence": [c_void_p, c_uint64, POINTER(Buffer)],
-    "tkv_kv_import_sequence": [c_void_p, c_char_p, c_size_t, POINTER(c_uint64)],
+    "tkv_kv_import_sequence": [c_void_p, c_void_p, c_size_t, POINTER(c_uint64)],
 }
 DUMPS: Dict[str, List[Any]] = {
     "tkv_analyze": [POINTER(AnalyzeOptions), POINTER(c_void_p)],

@@ -26,7 +26,7 @@ import numpy as np
 
 from . import _device
 from . import _library as lib
-from ._arrays import DTYPES, Array, ArrayLike, is_tensor, like, pointer, values
+from ._arrays import DTYPES, Array, ArrayLike, is_tensor, like, pointer, to_numpy, values
 from .errors import ArgumentTypeError, BufferTooSmallError, InvalidArgumentError, OutOfRangeError, StaleSequenceError
 from .profile import PAIRINGS, ProfileData, Rope, frequencies, profile_struct
 
@@ -386,25 +386,36 @@ class KvStore:
         self._call("tkv_kv_get_usage", u)
         return StoreUsage(*(getattr(u, name) for name, *_ in u._fields_[1:]))
 
-    def export_sequence(self, sequence: int) -> bytes:
-        """A sequence as bytes, for any store of the same layout, format and profile; capacities may differ."""
+    def export_sequence(self, sequence: int, out: Optional[ArrayLike] = None) -> Union[bytes, int]:
+        """A sequence as bytes, for any store of the same layout, format and profile; capacities may differ.
+
+        `out`: a writable array or CPU tensor of uint8 that takes them, whose bytes are counted in the result; BufferTooSmallError where it has too few. A store on a GPU
+        writes to pinned memory (torch.empty(..., pin_memory=True)) at the speed of the link, to other memory by a copy."""
         buffer = lib.Buffer()
-        # Nearly always enough, so that the store makes the bytes once.
-        size = self.bytes_held(sequence) + (1 << 20)
         with self._lock:
+            if out is not None:
+                to = _bytes_of(out, "out")
+                if not to.flags.writeable:
+                    raise InvalidArgumentError("out: not writable")
+                buffer.data, buffer.capacity = pointer(to), to.size
+                lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
+                return buffer.size
+            # Nearly always enough, so that the store makes the bytes once.
+            size = self.bytes_held(sequence) + (1 << 20)
             while True:
-                out: Array = np.empty(size, np.uint8)
-                buffer.data, buffer.capacity = pointer(out), out.size
+                new: Array = np.empty(size, np.uint8)
+                buffer.data, buffer.capacity = pointer(new), new.size
                 try:
                     lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
-                    return out[:buffer.size].tobytes()
+                    return new[:buffer.size].tobytes()
                 except BufferTooSmallError:
                     size = buffer.size
 
-    def import_sequence(self, data: bytes) -> int:
-        """The sequence that export_sequence() wrote. CorruptError, VersionError; InvalidArgumentError for another config; OutOfPagesError."""
-        data = bytes(data)
-        return self._number("tkv_kv_import_sequence", data, len(data))
+    def import_sequence(self, data: Union[bytes, bytearray, memoryview, ArrayLike]) -> int:
+        """The sequence that export_sequence() wrote: bytes, or an array or CPU tensor of uint8. CorruptError, VersionError; InvalidArgumentError for another config;
+        OutOfPagesError."""
+        array = _bytes_of(data, "data")
+        return self._number("tkv_kv_import_sequence", pointer(array), array.size)
 
     def close(self) -> None:
         """Frees all memory."""
@@ -482,6 +493,15 @@ def _as(bits: Array, dtype: str, queries: ArrayLike) -> Any:
     if not is_tensor(queries):
         return bits.view(queries.dtype)
     return like(bits.view(np.int16), queries).view(sys.modules["torch"].bfloat16)
+
+
+def _bytes_of(data: Any, name: str) -> Array:
+    """The memory of bytes, or of an array or CPU tensor of uint8."""
+    is_plain = isinstance(data, (bytes, bytearray, memoryview))
+    array: Array = np.frombuffer(data, np.uint8) if is_plain else to_numpy(data, name)
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise ArgumentTypeError(f"{name}: neither bytes nor a dense array of uint8 with one dimension")
+    return array
 
 
 def _id(sequence: int) -> ctypes.c_uint64:

@@ -95,6 +95,12 @@ struct alignas(8) RawScore {
   int32_t count = 0;
 };
 
+// Whether an encoder writes such a score.
+TKV_HD bool is_possible(RawScore score, bool can_prune) {
+  if (score.count < 0) return score.count >= (can_prune ? RawScore::kPruned : RawScore::kDecided);
+  return score.count <= kMostCounted && is_finite(score.sum) && score.sum >= 0;
+}
+
 // Byte of an element of token t in fp16 tiles of 16 tokens, in the order of the tensor cores'
 // fragments.
 TKV_HD constexpr int32_t raw_tile_byte(int32_t head_dim, Component c, int32_t t, int32_t dim) {

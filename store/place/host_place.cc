@@ -36,26 +36,25 @@ Result<std::unique_ptr<HostPlace>> HostPlace::make(const StoreConfig& config,
   place->allocator_memory_ = allocate(kAllocatorAlignment, static_cast<int64_t>(bytes));
   place->page_memory_ = allocate(kPageAlignment, layout->page_bytes * layout->allocator.num_pages);
   place->slot_memory_ = allocate(kPageAlignment, layout->slot_bytes * config.max_sequences);
-  if (Status s = place->bind(config, *layout, std::move(format)); !s) return s;
+  auto* const pages = static_cast<uint8_t*>(place->page_memory_.get());
+  if (Status s = place->bind(config, *layout, std::move(format), pages); !s) return s;
   if (Status s = initialize_host(place->pages_.allocator); !s) return s;
   return place;
 }
 
 Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
-                       std::unique_ptr<RowFormat> format) {
+                       std::unique_ptr<RowFormat> format, uint8_t* pages) {
   config_ = config;
   layout_ = layout;
   raw_ = {layout.laws, layout.raw, config.layout.num_kv_heads};
-  const bool has_pages = page_memory_ != nullptr || !places_.empty();
-  if (allocator_memory_ == nullptr || !has_pages || slot_memory_ == nullptr) {
+  if (allocator_memory_ == nullptr || pages == nullptr || slot_memory_ == nullptr) {
     return Status(StatusCode::kOutOfMemory,
                   "no host memory for memory_bytes: " + std::to_string(config.memory_bytes));
   }
   const Result<PageAllocator> a = make_page_allocator(layout.allocator, allocator_memory_.get(),
                                                       allocator_bytes(layout.allocator).total);
   if (!a) return a.status();
-  pages_ = {*a, static_cast<uint8_t*>(page_memory_.get()), layout.page_bytes,
-            format->sizes().rows_per_layer, places_.empty() ? nullptr : places_.data()};
+  pages_ = {*a, pages, layout.page_bytes, format->sizes().rows_per_layer};
   format->bind(pages_);
   format_ = std::move(format);
   return Status::ok();
@@ -65,16 +64,15 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
 Result<std::unique_ptr<HostPlace>> HostPlace::make_mirror(const StoreConfig& config,
                                                           const StoreLayout& layout,
                                                           std::unique_ptr<RowFormat> format,
-                                                          const Memory& slot) {
+                                                          const Memory& slot, uint8_t* pages) {
   StoreConfig one = config;
   StoreLayout of_one = layout;
   one.max_sequences = of_one.allocator.table.num_sequences = 1;
   auto place = std::make_unique<HostPlace>();
   place->allocator_memory_ =
       map_zeros(static_cast<int64_t>(allocator_bytes(of_one.allocator).total));
-  place->places_.resize(layout.allocator.num_pages);
   place->slot_memory_ = slot;
-  if (Status s = place->bind(one, of_one, std::move(format)); !s) return s;
+  if (Status s = place->bind(one, of_one, std::move(format), pages); !s) return s;
   place->clear();
   return place;
 }
@@ -88,13 +86,6 @@ void HostPlace::clear() {
   a.sequences[0] = {};
   *a.ring.cursors = {0, 0};
   *a.state = {kNoError, 1, 0, 0};
-}
-
-void HostPlace::place_pages(const std::vector<int32_t>& pages, const Memory& memory) {
-  for (size_t i = 0; i < pages.size(); ++i) places_[pages[i]] = static_cast<int32_t>(i);
-  page_memory_ = memory;
-  pages_.base = static_cast<uint8_t*>(memory.get());
-  format_->bind(pages_);
 }
 
 uint8_t* HostPlace::slot_bytes(int32_t slot) const {

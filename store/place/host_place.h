@@ -22,17 +22,15 @@ class HostPlace final : public Place {
   static Result<std::unique_ptr<HostPlace>> make(const StoreConfig& config,
                                                  std::unique_ptr<RowFormat> format);
   using Memory = std::shared_ptr<void>;
-  // A place of one sequence whose pages have ids of a place elsewhere, whose layout is given: what
-  // a sequence is brought into to be exported or imported. `slot`: layout.slot_bytes. It has no
-  // free pages.
+  // A place of one sequence for a store elsewhere, whose layout is given and whose pages begin at
+  // `pages`: it has the sequence's table rows and states, and knows where bytes lie that it never
+  // touches. `slot`: layout.slot_bytes. It has no free pages.
   static Result<std::unique_ptr<HostPlace>> make_mirror(const StoreConfig& config,
                                                         const StoreLayout& layout,
                                                         std::unique_ptr<RowFormat> format,
-                                                        const Memory& slot);
+                                                        const Memory& slot, uint8_t* pages);
   // For a mirror: empties its tables.
   void clear();
-  // For a mirror: page pages[i] lies at memory + i * page_bytes.
-  void place_pages(const std::vector<int32_t>& pages, const Memory& memory);
 
   Status open(int32_t slot) override;
   Status release(int32_t slot) override;
@@ -50,16 +48,17 @@ class HostPlace final : public Place {
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
-  // The same for a mirror, which must be emptied after a failure. take() makes the table's rows
-  // hold what the layers are to hold. written(), which may be null, is told each layer whose bytes
-  // are there, by several threads.
-  struct ImportSteps {
-    std::function<Status(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>&)> take;
-    std::function<Status(int32_t layer)> written;
-    bool decodes_later = false;  // ImportWork
+  // The bodies of all rows, by several threads.
+  std::vector<ExportedBody> export_bodies(const LayerMoves& layers) const;
+  // What leaves, but for write().
+  SequenceSource describe(const LayerMoves& layers, const std::vector<ExportedBody>& bodies) const;
+  struct LayerImport {
+    HostLayer layer;
+    std::unique_ptr<BodyPlan> plan;
   };
-  Status import_parts(int32_t slot, const SequenceParts& parts, const ImportSteps& steps);
-
+  // Clears the states of a slot and plans its layers, by several threads.
+  Result<std::vector<LayerImport>> plan_imports(int32_t slot, const SequenceParts& parts,
+                                                bool decodes_later) const;
   const PagesView& pages() const { return pages_; }
   uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror
   RowFormat* format() const { return format_.get(); }
@@ -73,7 +72,7 @@ class HostPlace final : public Place {
   static Memory map_zeros(int64_t bytes);
   // Lays the place over its memory.
   Status bind(const StoreConfig& config, const StoreLayout& layout,
-              std::unique_ptr<RowFormat> format);
+              std::unique_ptr<RowFormat> format, uint8_t* pages);
 
   uint8_t* slot_bytes(int32_t slot) const;
   uint8_t* raw_row(const LayerMove& move, int32_t kv_head) const;
@@ -99,6 +98,7 @@ class HostPlace final : public Place {
   int64_t raw_part_bytes(LayerTokens at) const;
   void export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const;
   Status import_raw(const LayerMove& move, int32_t kv_head, std::span<const uint8_t> raw) const;
+  Status import_opened(int32_t slot, const SequenceParts& parts);
 
   StoreConfig config_;
   StoreLayout layout_;
@@ -106,7 +106,6 @@ class HostPlace final : public Place {
   std::unique_ptr<RowFormat> format_;
   Memory allocator_memory_, page_memory_, slot_memory_;
   PagesView pages_;
-  std::vector<int32_t> places_;  // of a mirror
   int64_t most_pages_ = 0;
   Shortage shortage_;
 };

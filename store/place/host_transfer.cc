@@ -5,13 +5,12 @@
 // the ring) its key and its value as fp16; then for each token of the ring sum (u32) and count
 // (i32) of its RawScore.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <string>
 #include <utility>
 #include <variant>
 
-#include "codec/format/element.h"
+#include "codec/file/container_format.h"
 #include "codec/format/sound_halves.h"
 #include "codec/host/parallel.h"
 #include "store/place/host_place.h"
@@ -19,9 +18,24 @@
 namespace tierkv::store {
 namespace {
 
-Status corrupt(const std::string& why) {
-  return Status(StatusCode::kCorrupt, "raw tokens: " + why);
+bool is_sound(RangeCheck check, const uint8_t* from, int64_t bytes) {
+  if (check == RangeCheck::kFinite) return are_finite(from, bytes);
+  return check == RangeCheck::kNone || are_params(from, bytes);
 }
+
+bool copy_ranges(const PageRanges& ranges) {
+  for (const PageRange& range : ranges) {
+    if (range.from == nullptr) {
+      std::fill_n(range.page, range.bytes, uint8_t{0});
+      continue;
+    }
+    if (!is_sound(range.check, range.from, range.bytes)) return false;
+    std::copy_n(range.from, range.bytes, range.page);
+  }
+  return true;
+}
+
+}  // namespace
 
 bool can_prune(const StoreConfig& config) {
   const auto* tiers = std::get_if<TiersFormat>(&config.format);
@@ -29,11 +43,14 @@ bool can_prune(const StoreConfig& config) {
                                          [](const TierClass& c) { return c.alpha_low > 0; });
 }
 
-bool is_valid(RawScore score) {
-  return score.count < 0 || (score.count <= kMostCounted && is_finite(score.sum) && score.sum >= 0);
+Status import_status(ImportFault fault, int32_t layer) {
+  if (fault == ImportFault::kNone) return Status::ok();
+  const char* const what = fault == ImportFault::kRawValue ? "raw tokens: a value is not finite"
+                           : fault == ImportFault::kRawScore
+                               ? "raw tokens: a score is impossible"
+                               : "body: a number is none that an encoder writes";
+  return Status(StatusCode::kCorrupt, what).with_context("layer " + std::to_string(layer));
 }
-
-}  // namespace
 
 int64_t HostPlace::raw_part_bytes(LayerTokens at) const {
   const TokenLaws& laws = layout_.laws;
@@ -62,7 +79,6 @@ void HostPlace::export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) 
 
 Status HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
                              std::span<const uint8_t> raw) const {
-  if (static_cast<int64_t>(raw.size()) != raw_part_bytes(move.from)) return corrupt("wrong size");
   uint8_t* row = raw_row(move, kv_head);
   const uint8_t* from = raw.data();
   const int32_t sinks = sink_count(layout_.laws, move.from), dim = config_.layout.head_dim;
@@ -72,122 +88,157 @@ Status HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
     const int32_t p = i < sinks ? i : first + i - sinks;
     for (const Component c : {Component::kKey, Component::kValue}) {
       const auto bytes = static_cast<int64_t>(dim * sizeof(uint16_t));
-      if (!are_finite(from, bytes)) return corrupt("a value is not finite");
+      if (!are_finite(from, bytes)) return import_status(ImportFault::kRawValue, move.layer);
       std::memcpy(token, from, dim * sizeof(uint16_t));
       from += bytes;
       write_raw(raw_, row, c, p, token);
     }
   }
-  const int32_t lowest = can_prune(config_) ? RawScore::kPruned : RawScore::kDecided;
   for (int32_t p = first; p < move.from.tokens; ++p, from += sizeof(RawScore)) {
     RawScore score;
     std::memcpy(&score, from, sizeof(score));
-    if (!is_valid(score) || score.count < lowest) return corrupt("a score is impossible");
+    if (!is_possible(score, can_prune(config_))) {
+      return import_status(ImportFault::kRawScore, move.layer);
+    }
     write_score(raw_, row, p, score);
   }
   return Status::ok();
 }
 
-Result<SequenceSource> HostPlace::export_parts(const LayerMoves& layers) {
+namespace {
+
+// As many as the rows' tokens are worth.
+int32_t threads_of(const CacheLayout& layout, const LayerTokens& at) {
+  const int64_t rows = int64_t{layout.num_layers} * layout.num_kv_heads;
+  return threads_for(rows * at.tokens * layout.head_dim);
+}
+
+}  // namespace
+
+std::vector<ExportedBody> HostPlace::export_bodies(const LayerMoves& layers) const {
+  const int64_t heads = config_.layout.num_kv_heads;
+  std::vector<ExportedBody> bodies(layers.size() * heads);
+  parallel_for(static_cast<int64_t>(bodies.size()), threads_of(config_.layout, layers[0].from),
+               [&](int64_t row) {
+                 bodies[row] = format_->export_body(layer_of(layers[row / heads]),
+                                                    static_cast<int32_t>(row % heads));
+               });
+  return bodies;
+}
+
+SequenceSource HostPlace::describe(const LayerMoves& layers,
+                                   const std::vector<ExportedBody>& bodies) const {
   SequenceSource source;
-  const int32_t heads = config_.layout.num_kv_heads;
-  for (const LayerMove& move : layers) {
-    source.layers.push_back(move.from);
-    source.shared.push_back(format_->export_shared(layer_of(move)));
-    for (int32_t h = 0; h < heads; ++h) {
-      source.raw_bytes.push_back(raw_part_bytes(move.from));
-      source.body_bytes.push_back(format_->body_bytes(layer_of(move), h));
-    }
-  }
-  source.write = [this, layers, heads](int64_t row, uint8_t* raw, uint8_t* body) {
+  const size_t heads = config_.layout.num_kv_heads;
+  for (size_t row = 0; row < bodies.size(); ++row) {
     const LayerMove& move = layers[row / heads];
-    const auto h = static_cast<int32_t>(row % heads);
-    export_raw(move, h, raw);
-    format_->export_body(layer_of(move), h, body);
+    if (row % heads == 0) {
+      source.layers.push_back(move.from);
+      source.shared.push_back(format_->export_shared(layer_of(move)));
+    }
+    source.part_bytes.push_back(raw_part_bytes(move.from));
+    source.part_bytes.push_back(bodies[row].bytes());
+  }
+  return source;
+}
+
+Result<SequenceSource> HostPlace::export_parts(const LayerMoves& layers) {
+  const auto bodies = std::make_shared<const std::vector<ExportedBody>>(export_bodies(layers));
+  SequenceSource source = describe(layers, *bodies);
+  const int32_t heads = config_.layout.num_kv_heads;
+  const int32_t threads = threads_of(config_.layout, layers[0].from);
+  source.write = [this, layers, bodies, sizes = source.part_bytes, threads, heads](
+                     const std::vector<uint8_t*>& parts, std::vector<uint64_t>* checksums) {
+    parallel_for(static_cast<int64_t>(bodies->size()), threads, [&](int64_t row) {
+      const ExportedBody& body = (*bodies)[row];
+      export_raw(layers[row / heads], static_cast<int32_t>(row % heads), parts[2 * row]);
+      uint8_t* to = std::copy(body.head.begin(), body.head.end(), parts[2 * row + 1]);
+      for (const PageRange& range : body.pages) to = std::copy_n(range.page, range.bytes, to);
+      for (int64_t part = 2 * row; part < 2 * row + 2; ++part) {
+        const auto padded = static_cast<int64_t>(align_chunk(sizes[part]));
+        std::fill(parts[part] + sizes[part], parts[part] + padded, uint8_t{0});
+        (*checksums)[part] = xxh3(parts[part], static_cast<size_t>(padded));
+      }
+    });
     return Status::ok();
   };
   return source;
 }
 
-Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
-  ImportSteps steps;
-  steps.take = [this](const auto& layers, const std::vector<LayerPlan>& plans) {
-    return take_pages(layers, plans);
+Result<std::vector<HostPlace::LayerImport>> HostPlace::plan_imports(int32_t slot,
+                                                                    const SequenceParts& parts,
+                                                                    bool decodes_later) const {
+  const int32_t heads = config_.layout.num_kv_heads;
+  std::vector<LayerImport> imports(config_.layout.num_layers);
+  const auto plan_layer = [&](int64_t l) {
+    const auto layer = static_cast<int32_t>(l);
+    const LayerTokens at = parts.layers[l];
+    for (int32_t h = 0; h < heads; ++h) {
+      if (static_cast<int64_t>(parts.raw[l * heads + h].size()) != raw_part_bytes(at)) {
+        return Status(StatusCode::kCorrupt, "raw tokens: wrong size");
+      }
+    }
+    imports[l].layer = layer_of({slot, layer, {}, {}});
+    std::memset(imports[l].layer.state, 0, layout_.layer_bytes - layout_.raw_bytes);
+    Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(
+        {{imports[l].layer, at.body_end, parts.shared[l],
+          std::span(parts.bodies).subspan(l * heads, heads), decodes_later}});
+    if (plan) imports[l].plan = std::move(*plan);
+    return plan.status();
   };
-  Status s = without_bad_alloc([&] { return import_parts(slot, parts, steps); });
+  const int32_t threads = threads_of(config_.layout, parts.layers[0]);
+  Status s = try_parallel_for(config_.layout.num_layers, threads, plan_layer);
+  if (!s) return s;
+  return imports;
+}
+
+Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
+  Status s = without_bad_alloc([&] { return import_opened(slot, parts); });
   if (!s) (void)release(slot);
   return s;
 }
 
-// A thread plans a layer at a time and then brings a row, or a layer where rows are not written
-// alone. Plans read little of it; its bytes are verified when they are copied, so they come out of
-// memory once. The last row of a layer tells that the layer is written.
-Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const ImportSteps& steps) {
-  const int32_t heads = config_.layout.num_kv_heads, num_layers = config_.layout.num_layers;
-  int64_t bytes = 0;
-  for (const auto* all : {&parts.raw, &parts.bodies}) {
-    for (const std::span<const uint8_t>& part : *all) bytes += static_cast<int64_t>(part.size());
-  }
-  const auto for_all = [&](int32_t count, const auto& each) {
-    return try_parallel_for(count, threads_for(bytes),
-                            [&](int64_t i) { return each(static_cast<int32_t>(i)); });
-  };
+// A thread takes a layer at a time. Bytes are verified when they are copied, so they come out of
+// memory once.
+Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
+  const int32_t heads = config_.layout.num_kv_heads;
   const auto verify = [&](int64_t first, int64_t count) {
     return parts.verify ? parts.verify(first, count) : Status::ok();
   };
-  std::vector<HostLayer> layers(num_layers);
-  std::vector<std::unique_ptr<BodyPlan>> plans(num_layers);
-  const bool rows_alone = format_->writes_rows();
-  const int32_t at_once = rows_alone ? 1 : heads, units = num_layers * heads / at_once;
-  const auto for_rows = [&](int32_t unit, const auto& each) {
-    Status s = verify(int64_t{unit} * at_once, at_once);
-    for (int32_t row = unit * at_once; s && row < (unit + 1) * at_once; ++row) {
-      const int32_t l = row / heads, h = row % heads;
-      s = each(l, h);
-      if (!s) s = s.with_context("layer " + std::to_string(l) + ", kv_head " + std::to_string(h));
-    }
-    return s;
-  };
-  const auto bring_raw = [&](int32_t l, int32_t h) {
-    return import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[l * heads + h]);
-  };
-  const auto plan_layer = [&](int32_t l) {
-    layers[l] = layer_of({slot, l, {}, {}});
-    std::memset(layers[l].raw, 0, static_cast<size_t>(layout_.layer_bytes));
-    Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(
-        {{layers[l], parts.layers[l].body_end, parts.shared[l],
-          std::span(parts.bodies).subspan(l * heads, heads), steps.decodes_later}});
-    if (plan) plans[l] = std::move(*plan);
-    return plan.status();
-  };
   OpReport report;
-  Status s = run(PageOp::open({&slot, 1}, &report));
-  if (s) s = for_all(num_layers, plan_layer);
+  if (Status s = run(PageOp::open({&slot, 1}, &report)); !s) return s;
+  const auto bring = [&](const HostLayer& layer, const BodyPlan& plan) {
+    const int32_t l = layer.layer;
+    if (Status s = verify(l * heads, heads); !s) return s;
+    std::memset(layer.raw, 0, static_cast<size_t>(layout_.raw_bytes));
+    for (int32_t h = 0; h < heads; ++h) {
+      Status s = import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[l * heads + h]);
+      if (!s) return s;
+    }
+    const bool sound = copy_ranges(format_->place_import(layer, plan));
+    return import_status(sound ? ImportFault::kNone : ImportFault::kBody, l);
+  };
+  const auto bring_all = [&](const std::vector<LayerImport>& imports) {
+    std::vector<HostLayer> layers;
+    std::vector<LayerPlan> plans;
+    for (const LayerImport& import : imports) {
+      layers.push_back(import.layer);
+      plans.push_back(import.plan->layers[0]);
+    }
+    if (Status s = take_pages(layers, plans); !s) return s;
+    return try_parallel_for(
+        config_.layout.num_layers, threads_of(config_.layout, parts.layers[0]),
+        [&](int64_t l) { return bring(imports[l].layer, *imports[l].plan); });
+  };
+  const Result<std::vector<LayerImport>> imports = plan_imports(slot, parts, false);
+  Status s = imports ? bring_all(*imports) : imports.status();
+  if (!s) {
+    const Status sound = verify(0, int64_t{config_.layout.num_layers} * heads);
+    return sound ? s : sound;
+  }
   // What serves all sequences must not change for one that is refused.
-  const bool raw_first = s && std::any_of(plans.begin(), plans.end(),
-                                          [](const auto& plan) { return plan->changes_all; });
-  if (raw_first) s = for_all(units, [&](int32_t unit) { return for_rows(unit, bring_raw); });
-  if (s) {
-    std::vector<LayerPlan> all;
-    for (const auto& plan : plans) all.push_back(plan->layers[0]);
-    s = steps.take(layers, all);
-  }
-  if (s) {
-    std::vector<std::atomic<int32_t>> written(num_layers);
-    s = for_all(units, [&](int32_t unit) {
-      const int32_t l = unit * at_once / heads;
-      const Status sound = for_rows(unit, [&](int32_t, int32_t h) {
-        const Status raw = raw_first ? Status::ok() : bring_raw(l, h);
-        return raw && rows_alone ? format_->write_row(layers[l], *plans[l], h) : raw;
-      });
-      if (!sound || (written[l] += at_once) < heads) return sound;
-      if (!rows_alone) format_->write({layers[l]}, *plans[l]);
-      return steps.written ? steps.written(l) : sound;
-    });
-  }
-  if (s) return s;
-  const Status sound = verify(0, int64_t{num_layers} * heads);
-  return sound ? s : sound;
+  for (const LayerImport& import : *imports) format_->finish_import(*import.plan);
+  return s;
 }
 
 }  // namespace tierkv::store

@@ -15,8 +15,6 @@ struct PagesView {
   uint8_t* base = nullptr;
   int64_t page_bytes = 0;
   int32_t rows_per_layer = 1;
-  // In host memory, [num_pages]: where a page lies behind base; null: at its id.
-  const int32_t* places = nullptr;
 
   // Table row i of a (sequence, layer).
   TKV_HD int32_t row(int32_t slot, int32_t layer, int32_t i) const {
@@ -27,9 +25,7 @@ struct PagesView {
   TKV_HD int32_t page(int32_t row, int32_t side, int32_t index) const {
     return page_at(allocator, row, side, index);
   }
-  uint8_t* bytes(int32_t page) const {
-    return base + (places == nullptr ? page : places[page]) * page_bytes;
-  }
+  uint8_t* bytes(int32_t page) const { return base + page * page_bytes; }
 };
 
 // What a table row costs that keeps `kept` of what it holds and then grows to `target`. A page that

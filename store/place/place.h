@@ -61,11 +61,20 @@ struct SequenceParts {
   std::vector<std::span<const uint8_t>> shared;  // [num_layers]
   std::vector<std::span<const uint8_t>> raw;     // [num_layers * num_kv_heads]
   std::vector<std::span<const uint8_t>> bodies;  // likewise
+  // As of SequenceSource. Empty: nobody asks, and nothing lies behind the parts.
+  std::vector<uint64_t> checksums;
   // Whether the checksums of the parts of `count` rows match; null: they do. A place asks for all
-  // rows before it says that an import has succeeded, or failed for another reason. Any number of
-  // threads at once.
+  // rows, or compares them itself, before it says that an import has succeeded, or failed for
+  // another reason. Any number of threads at once.
   std::function<Status(int64_t first, int64_t count)> verify;
 };
+
+// Whether tokens may be RawScore::kPruned.
+bool can_prune(const StoreConfig& config);
+
+// What is wrong with the numbers of a sequence that comes in.
+enum class ImportFault : int32_t { kNone, kRawValue, kRawScore, kBody };
+Status import_status(ImportFault fault, int32_t layer);
 
 // What call() returns; kOutOfMemory where it throws std::bad_alloc, so that its caller can give
 // back what it has taken.
@@ -82,9 +91,11 @@ Status without_bad_alloc(const Call& call) {
 struct SequenceSource {
   std::vector<LayerTokens> layers;
   std::vector<std::vector<uint8_t>> shared;
-  std::vector<int64_t> raw_bytes, body_bytes;
-  // Writes both parts of row layer * num_kv_heads + kv_head. Any number of threads at once.
-  std::function<Status(int64_t row, uint8_t* raw, uint8_t* body)> write;
+  // [2 * rows]: of the raw tokens of row layer * num_kv_heads + kv_head, then of its body.
+  std::vector<int64_t> part_bytes;
+  // Writes each part to its place [2 * rows] and zeros behind it up to a multiple of 16, and finds
+  // the checksums of both together. Parts of a layer lie one behind the other.
+  std::function<Status(const std::vector<uint8_t*>& parts, std::vector<uint64_t>* checksums)> write;
 };
 
 class Place {

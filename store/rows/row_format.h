@@ -72,7 +72,40 @@ struct LayerPlan {
 struct BodyPlan {
   virtual ~BodyPlan() = default;
   std::vector<LayerPlan> layers;  // [works]
-  bool changes_all = false;       // write() changes what serves all sequences
+};
+
+// Bytes that are the same on a page and in a sequence. All numbers and addresses are multiples of 16,
+// those in a sequence from the body's first byte on.
+enum class RangeCheck : int32_t {
+  kNone,
+  kFinite,  // fp16
+  kParams,  // fp16 pairs of scale and zero point (codec/format/sound_halves.h)
+};
+struct PageRange {
+  uint8_t* page = nullptr;
+  const uint8_t* from = nullptr;  // of an import: where they are; null: they are zeros
+  int64_t bytes = 0;
+  RangeCheck check = RangeCheck::kNone;  // what an import must find, or refuse the sequence
+};
+using PageRanges = std::vector<PageRange>;
+// A body as it leaves: `head` [a multiple of 16], then the ranges one behind the other.
+struct ExportedBody {
+  std::vector<uint8_t> head;
+  PageRanges pages;
+
+  int64_t bytes() const {
+    auto sum = static_cast<int64_t>(head.size());
+    for (const PageRange& range : pages) sum += range.bytes;
+    return sum;
+  }
+  // Joins what lies together.
+  void add(uint8_t* page, int64_t bytes) {
+    if (!pages.empty() && pages.back().page + pages.back().bytes == page) {
+      pages.back().bytes += bytes;
+    } else {
+      pages.push_back({page, nullptr, bytes});
+    }
+  }
 };
 
 // A (sequence, layer) that comes in from bytes: `layer` is empty, with a table row that holds
@@ -81,7 +114,7 @@ struct ImportWork {
   HostLayer layer;
   int32_t body_end = 0;
   std::span<const uint8_t> shared;                   // as export_shared() wrote it
-  std::span<const std::span<const uint8_t>> bodies;  // [num_kv_heads], as export_body() wrote them
+  std::span<const std::span<const uint8_t>> bodies;  // [num_kv_heads], of export_body()
   // The caller decodes the blocks that stay as they are, before anybody reads them. So the format
   // need not decode them to find hostile ones.
   bool decodes_later = false;
@@ -99,8 +132,7 @@ class RowFormat {
 
   // Several sequences, or several layers, but none twice. kOutOfRange, kNonFinite. Nothing changes.
   virtual Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) = 0;
-  // The layers of the works, in their order. The table holds what the plan asked for. For plans of
-  // imports of different layers, any number of threads at once.
+  // The layers of the works, in their order. The table holds what the plan asked for.
   virtual void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) = 0;
 
   // Body positions [first, end) of a row: finished keys (after RoPE) and values, each
@@ -133,20 +165,17 @@ class RowFormat {
   virtual std::vector<uint8_t> identity() const = 0;
   // What the bodies of this layer need beside themselves (codebooks); may be empty.
   virtual std::vector<uint8_t> export_shared(const HostLayer& /*layer*/) const { return {}; }
-  virtual int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const = 0;
-  // Writes body_bytes() bytes. Any number of threads at once.
-  virtual void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const = 0;
-  // The inverse; write() makes the state as well, out of the works' bytes, which stay where they
-  // are until then. kCorrupt: the bytes are hostile; everything that read() relies on is checked,
-  // here or by write_row(). Any number of threads at once.
+  // Any number of threads at once, and pages need not be in host memory: it reads the state alone.
+  virtual ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const = 0;
+  // The inverse, in three parts. kCorrupt: the bytes are hostile; everything that read() relies on
+  // is checked, but for what place_import() asks of its ranges. The bytes stay where they are until
+  // these are copied. Any number of threads at once.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
-  // Whether write_row() takes the place of write() for an import: it writes one row of a plan of
-  // one layer. kCorrupt as above. For different rows, any number of threads at once.
-  virtual bool writes_rows() const { return false; }
-  virtual Status write_row(const HostLayer& /*layer*/, const BodyPlan& /*plan*/,
-                           int32_t /*kv_head*/) {
-    return Status::ok();
-  }
+  // The table holds what the plan of one layer asked for: makes the state and tells where bytes go.
+  // It touches no page. For different layers, any number of threads at once.
+  virtual PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) = 0;
+  // The bytes are there, and sound: what serves all sequences follows.
+  virtual void finish_import(const BodyPlan& /*plan*/) {}
 };
 
 // The config is valid but for what the format itself finds: kInvalidArgument, kUnsupported with the

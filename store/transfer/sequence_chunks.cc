@@ -9,7 +9,6 @@
 
 #include "codec/file/chunk_plan.h"
 #include "codec/format/byte_cursor.h"
-#include "codec/host/parallel.h"
 #include "tierkv/container.h"
 
 namespace tierkv::store {
@@ -148,14 +147,14 @@ Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& ide
   plan.add(key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable),
            static_cast<int64_t>(header.size()));
   const int32_t heads = config.layout.num_kv_heads;
-  std::vector<int64_t> shared(source.layers.size()), rows;
+  std::vector<int64_t> shared(source.layers.size()), parts;
   for (int32_t l = 0; l < config.layout.num_layers; ++l) {
     const auto bytes = static_cast<int64_t>(source.shared[l].size());
     if (bytes > 0) shared[l] = plan.add(key_of(ChunkKind::kCodebook, l, kNotApplicable), bytes);
     for (int32_t h = 0; h < heads; ++h) {
-      const int32_t row = l * heads + h;
-      rows.push_back(plan.add(key_of(ChunkKind::kStoreRow, l, h), source.raw_bytes[row]));
-      plan.add(key_of(ChunkKind::kStorePage, l, h), source.body_bytes[row]);
+      for (const ChunkKind kind : {ChunkKind::kStoreRow, ChunkKind::kStorePage}) {
+        parts.push_back(plan.add(key_of(kind, l, h), source.part_bytes[parts.size()]));
+      }
     }
   }
   uint8_t* const bytes = target(plan.bytes());
@@ -167,14 +166,11 @@ Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& ide
   for (size_t l = 0; l < shared.size(); ++l) {
     if (!source.shared[l].empty()) plan.write(bytes, shared[l], source.shared[l]);
   }
-  const auto size = static_cast<int64_t>(plan.bytes());
-  Status s = try_parallel_for(rows.size(), threads_for(size), [&](int64_t row) {
-    const int64_t chunk = rows[row];
-    Status written = source.write(row, plan.payload(bytes, chunk), plan.payload(bytes, chunk + 1));
-    plan.seal(bytes, chunk);
-    plan.seal(bytes, chunk + 1);
-    return written;
-  });
+  std::vector<uint8_t*> places;
+  for (const int64_t part : parts) places.push_back(plan.payload(bytes, part));
+  std::vector<uint64_t> checksums(parts.size());
+  Status s = source.write(places, &checksums);
+  for (size_t i = 0; i < parts.size(); ++i) plan.set_checksum(parts[i], checksums[i]);
   if (s) {
     plan.finish(bytes);
   } else {
@@ -217,10 +213,17 @@ Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& 
         Status s = chunks.find(key_of(kind, l, h), body ? &parts.bodies[i] : &parts.raw[i],
                                &row_chunks.emplace_back());
         if (!s) return s;
+        const bool is_first = h == 0 && !body;
+        if (!is_first && row_chunks.back() != row_chunks[row_chunks.size() - 2] + 1) {
+          return corrupt("the parts of a layer do not follow each other");
+        }
       }
     }
   }
   if (Status s = chunks.check_all_read(); !s) return s;
+  for (const int64_t chunk : row_chunks) {
+    parts.checksums.push_back(reader->chunks()[chunk].checksum);
+  }
   parts.verify = [reader, row_chunks](int64_t first, int64_t count) {
     const uint8_t* same = nullptr;
     Status s = Status::ok();

@@ -8,6 +8,7 @@
 #include "store/place/device/device_place.cu"
 #include "store/place/device/device_setup.cu"
 #include "store/place/device/device_transfer.cu"
+#include "store/place/device/sequence_link.cu"
 #include "store/rows/coded/device_coded_rows.cuh"
 #include "tests/engine/support/emulated_attention.h"
 #include "tests/engine/support/emulated_rows.h"
@@ -212,12 +213,10 @@ TEST_F(EmulatedDeviceStore, RefusesBlocksWithoutBytes) {
     ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &body));
     if (reader->chunks()[c].key.kind == ChunkKind::kStorePage) {
       ASSERT_EQ(body.front(), 1);  // fixed, so that the device would decode the blocks
-      std::vector<uint8_t> empty(body.begin(), body.begin() + 21 + 2 * choice.head_dim);
-      for (size_t at = empty.size(); at < body.size();) {
-        at += sizeof(uint32_t) + size_t{16} * load_u32(body.data() + at);
-        empty.resize(empty.size() + sizeof(uint32_t));
-      }
-      body = empty;
+      const size_t head = 32 + 2 * choice.head_dim;
+      const int32_t units = 2 * store::block_count(t.live()[0].tokens - choice.window);
+      body.resize(head + store::round_up(units, 4) * sizeof(uint32_t));
+      std::fill(body.begin() + static_cast<int64_t>(head), body.end(), uint8_t{0});
     }
     blocks[0].add(reader->chunks()[c].key, body);
   }
@@ -250,11 +249,13 @@ TEST_F(EmulatedDeviceStore, LongSequencesComeAndGo) {
     }
     std::vector<uint8_t> bytes = *t.host().export_sequence(id);
     ASSERT_GT(bytes.size(), size_t{2} << 20);
-    for (int32_t i = 0; i < 2; ++i) {
+    for (const bool is_pinned : {false, true}) {
+      emulator::is_pinned = is_pinned;
       const auto came = t.device().import_sequence(bytes.data(), bytes.size());
       ASSERT_TRUE(came) << came.status().message();
       EXPECT_EQ(*t.device().export_sequence(*came), bytes);
     }
+    emulator::is_pinned = t.chance(0.5);
     const int64_t free = t.device().usage()->pages_free;
     bytes[bytes.size() / 2] ^= 1;
     const auto refused = t.device().import_sequence(bytes.data(), bytes.size());

@@ -123,6 +123,18 @@ class Sequences(KvStoreTest):
                 np.testing.assert_array_equal(other.attend(there, 0, q).out, store.attend(id, 0, q).out)
                 with self.assertRaises(tierkv.CorruptError):
                     other.import_sequence(data[:-1])
+            room = np.zeros(len(data) + 5, np.uint8)
+            self.assertEqual(store.export_sequence(id, out=room), len(data))
+            self.assertEqual(room[:-5].tobytes(), data)
+            again = store.import_sequence(room[:-5])
+            self.assertEqual(store.export_sequence(again), data)
+            store.release(again)
+            with self.assertRaises(tierkv.BufferTooSmallError):
+                store.export_sequence(id, out=room[:100])
+            with self.assertRaises(tierkv.InvalidArgumentError):
+                store.export_sequence(id, out=data)
+            with self.assertRaises(tierkv.ArgumentTypeError):
+                store.import_sequence(np.zeros(8, np.float32))
             usage = store.usage()
             self.assertEqual((usage.sequences, usage.pages_shared > 0), (2, True))
             self.assertLess(usage.nominal_bytes, usage.raw_bytes)

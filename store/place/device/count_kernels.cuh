@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Counts of tokens on the device, and what plans ask of the page tables. Bound: launches; all of it
-// is a few bytes a (sequence, layer). Pages to and from host memory. Bound: the link.
+// is a few bytes a (sequence, layer).
 #pragma once
 
 #include "gpu/math.cuh"
@@ -102,41 +102,6 @@ inline __global__ void __launch_bounds__(kCountThreads)
   if (demand.exchanged != 0) {
     atomicAdd(&needs->exchanged, static_cast<unsigned long long>(demand.exchanged));
   }
-}
-
-inline constexpr int32_t kStagedThreads = 128;
-
-// Words first, first + step, ... of `count`. Loads come before stores: the link is far.
-__device__ __forceinline__ void copy_words(const void* from, void* to, int32_t first, int32_t step,
-                                           int32_t count) {
-  constexpr int32_t kLoads = 4;
-  for (int32_t i = first; i < count; i += kLoads * step) {
-    uint4 x[kLoads];
-    for (int32_t j = 0; j < kLoads; ++j) {
-      if (i + j * step < count) x[j] = static_cast<const uint4*>(from)[i + j * step];
-    }
-    for (int32_t j = 0; j < kLoads; ++j) {
-      if (i + j * step < count) static_cast<uint4*>(to)[i + j * step] = x[j];
-    }
-  }
-}
-
-// A CTA takes a page at a time; all take the slot's bytes.
-inline __global__ void __launch_bounds__(kStagedThreads)
-    staged_layer_kernel(const __grid_constant__ PagesView pages,
-                        const __grid_constant__ StagedLayer c) {
-  wait_for_previous_kernel();
-  const auto thread = static_cast<int32_t>(threadIdx.x), cta = static_cast<int32_t>(blockIdx.x),
-             ctas = static_cast<int32_t>(gridDim.x);
-  for (int32_t p = cta; p < c.count; p += ctas) {
-    uint8_t* const page = pages.base + c.ids[p] * pages.page_bytes;
-    uint8_t* const staged = c.staged + p * pages.page_bytes;
-    copy_words(c.comes ? staged : page, c.comes ? page : staged, thread, kStagedThreads,
-               static_cast<int32_t>(pages.page_bytes / 16));
-  }
-  copy_words(c.comes ? c.staged_slot : c.slot, c.comes ? c.slot : c.staged_slot,
-             cta * kStagedThreads + thread, ctas * kStagedThreads,
-             static_cast<int32_t>(c.slot_bytes / 16));
 }
 
 }  // namespace tierkv::store

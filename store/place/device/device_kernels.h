@@ -88,18 +88,6 @@ struct PageNeeds {
   int32_t beyond;                // rows that would outgrow their table
 };
 
-// A layer's pages, and bytes of its part of the slot, that go to mapped host memory or come from
-// there.
-struct StagedLayer {
-  const int32_t* ids = nullptr;  // [count], mapped as well
-  uint8_t* staged = nullptr;     // [count] of page_bytes
-  uint8_t* slot = nullptr;
-  uint8_t* staged_slot = nullptr;
-  int64_t slot_bytes = 0;  // a multiple of 16
-  int32_t count = 0;
-  bool comes = false;
-};
-
 // The raw rows of a layer.
 struct RawCall {
   DeviceSlots memory;
@@ -150,6 +138,5 @@ struct RawReadCall : RawCall {
 
 // One or two ids. to: device memory.
 Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stream);
-Status launch_staged_layer(const PagesView& pages, const StagedLayer& call, GpuStream stream);
 
 }  // namespace tierkv::store

@@ -11,11 +11,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "store/engine/engine.h"
 #include "store/place/device/batch_book.h"
 #include "store/place/device/device_kernels.h"
+#include "store/place/device/sequence_link.h"
 #include "store/place/host_place.h"
 #include "store/place/place.h"
 #include "store/rows/device_memory.cuh"
@@ -100,17 +102,23 @@ class DevicePlace final : public Place {
   int32_t rows_per_sequence() const { return layout_.allocator.table.rows_per_sequence; }
   Status copy_pages(int32_t count);
   Status add_nominal(const LayerMoves& layers, StoreUsage* usage) const;
-  // The mirror, emptied.
+  // The mirror, emptied, and the link.
   Status open_mirror();
-  // Gives the mirror memory for the pages of its tables.
-  Status place_pages();
-  // A layer's pages and the first `slot_bytes` of its part of the slot, to the mirror or from
-  // there.
-  Status move_layer(int32_t slot, int32_t layer, int64_t slot_bytes, bool comes) const;
   Status copy_tables(int32_t slot) const;
+  // Of all layers, to the mirror or from there.
+  Status copy_states(int32_t slot, bool comes) const;
   Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans);
+  Status begin_link(std::span<const int64_t> part_bytes);
+  LinkLayer link_layer(const LayerMove& move, std::span<const int64_t> part_bytes,
+                       uint8_t* host) const;
+  Status send_layers(const LayerMoves& layers, const std::vector<ExportedBody>& bodies,
+                     const std::vector<int64_t>& sizes, const std::vector<uint8_t*>& parts);
+  uint64_t checksum_of(int64_t part, int64_t bytes, const uint8_t* at) const;
   Status import_opened(int32_t slot, const SequenceParts& parts);
-  Status finish_import(int32_t slot, const SequenceParts& parts);
+  Status receive_layers(int32_t slot, const SequenceParts& parts,
+                        const std::vector<HostPlace::LayerImport>& imports);
+  Status finish_import(int32_t slot, const SequenceParts& parts,
+                       const std::vector<HostPlace::LayerImport>& imports);
   Status cut_bodies(const DeviceWorks& works, const LayerMoves& layers);
 
   StoreConfig config_;
@@ -137,11 +145,9 @@ class DevicePlace final : public Place {
   FreePages free_;
   BatchBook book_;
   Shortage shortage_;
-  std::unique_ptr<HostPlace> mirror_;  // null until a sequence is exported or imported
-  HostPlace::Memory mirror_pages_;     // pinned: pages, layer by layer, then their ids
-  int64_t mirror_bytes_ = 0;
-  std::vector<Positions> layer_pages_;          // [num_layers]: where its pages are in there
-  std::vector<std::shared_ptr<void>> arrived_;  // [num_layers] events: the layer is in the mirror
+  // Null until a sequence is exported or imported.
+  std::unique_ptr<HostPlace> mirror_;
+  std::unique_ptr<SequenceLink> link_;
 };
 
 }  // namespace tierkv::store

@@ -27,12 +27,6 @@ namespace {
 
 constexpr int32_t kMostGroup = 16;
 
-bool can_prune(const StoreConfig& config) {
-  const auto* tiers = std::get_if<TiersFormat>(&config.format);
-  return tiers != nullptr && std::any_of(tiers->classes.begin(), tiers->classes.end(),
-                                         [](const TierClass& c) { return c.alpha_low > 0; });
-}
-
 }  // namespace
 
 Result<std::unique_ptr<DevicePlace>> DevicePlace::make(const StoreConfig& config,

@@ -3,27 +3,21 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstring>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "codec/file/container_format.h"
+#include "codec/host/parallel.h"
 #include "gpu/cuda_device.cuh"
 #include "gpu/launch.cuh"
 #include "store/place/device/count_kernels.cuh"
 #include "store/place/device/device_place.h"
 
 namespace tierkv::store {
-
-Status launch_staged_layer(const PagesView& pages, const StagedLayer& call, GpuStream stream) {
-  constexpr int32_t kLeastCtas = 64, kMostCtas = 1024;
-  const int32_t ctas = std::clamp(call.count, kLeastCtas, kMostCtas);
-  return launch_after_previous(staged_layer_kernel, static_cast<uint32_t>(ctas), kStagedThreads, 0,
-                               stream, pages, call);
-}
 
 Status DevicePlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const {
   const PageAllocator& a = view_.pages.allocator;
@@ -78,22 +72,6 @@ Result<int64_t> DevicePlace::pages_of(int32_t slot) const {
 
 namespace {
 
-// Pinned, so that copies reach the speed of the link.
-Result<HostPlace::Memory> pinned_memory(int64_t bytes) {
-  void* at = nullptr;
-  const cudaError_t error = cudaHostAlloc(&at, static_cast<size_t>(bytes), cudaHostAllocMapped);
-  if (error != cudaSuccess) {
-    (void)cudaGetLastError();
-    return Status(StatusCode::kOutOfMemory,
-                  "no pinned host memory of " + std::to_string(bytes) + " bytes");
-  }
-  return HostPlace::Memory(at, [](void* memory) { (void)cudaFreeHost(memory); });
-}
-
-cudaEvent_t event_of(void* event) {
-  return static_cast<cudaEvent_t>(event);
-}
-
 // Runs on another thread what calls CUDA there: it uses the device of the thread that made this.
 class OnDevice {
  public:
@@ -110,26 +88,30 @@ class OnDevice {
   cudaError_t error_;
 };
 
+int64_t padded_bytes(std::span<const int64_t> parts) {
+  int64_t bytes = 0;
+  for (const int64_t part : parts) bytes += round_up(part, 16);
+  return bytes;
+}
+
 }  // namespace
 
 Status DevicePlace::open_mirror() {
-  // An export that was given up may still be on its way there.
   if (Status s = wait(); !s) return s;
+  if (link_ == nullptr) {
+    Result<std::unique_ptr<SequenceLink>> link = SequenceLink::make(view_, stream_);
+    if (!link) return link.status();
+    link_ = std::move(*link);
+  }
   if (mirror_ == nullptr) {
     Result<std::unique_ptr<RowFormat>> format = make_row_format(config_);
     if (!format) return format.status();
-    const Result<HostPlace::Memory> slot = pinned_memory(layout_.slot_bytes);
+    const Result<PinnedMemory> slot = pinned_memory(layout_.slot_bytes);
     if (!slot) return slot.status();
-    Result<std::unique_ptr<HostPlace>> mirror =
-        HostPlace::make_mirror(config_, layout_, std::move(*format), *slot);
+    Result<std::unique_ptr<HostPlace>> mirror = HostPlace::make_mirror(
+        config_, layout_, std::move(*format), *slot, view_.pages.base);
     if (!mirror) return mirror.status();
     mirror_ = std::move(*mirror);
-  }
-  while (arrived_.size() < static_cast<size_t>(config_.layout.num_layers)) {
-    cudaEvent_t event = nullptr;
-    const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-    if (Status s = cuda_status(error, "event"); !s) return s;
-    arrived_.emplace_back(event, [](void* e) { (void)cudaEventDestroy(event_of(e)); });
   }
   mirror_->clear();
   return format_->download_shared(mirror_->format());
@@ -147,131 +129,181 @@ Status DevicePlace::copy_tables(int32_t slot) const {
   return copy(to.slots, a.slots + first * line, rows * line * int64_t{sizeof(int32_t)});
 }
 
-Status DevicePlace::place_pages() {
-  const PageAllocator& a = mirror_->pages().allocator;
-  const PageTableShape& table = a.shape.table;
-  std::vector<int32_t> pages;
-  layer_pages_.assign(config_.layout.num_layers, {});
-  for (int32_t row = 0; row < table.rows_per_sequence; ++row) {
-    Positions& of_layer = layer_pages_[row / view_.pages.rows_per_layer];
-    if (row % view_.pages.rows_per_layer == 0) of_layer.first = static_cast<int32_t>(pages.size());
-    for (int32_t side = 0; side < table.num_sides; ++side) {
-      for (int32_t i = 0; i < a.pages[row].of[side]; ++i) {
-        pages.push_back(page_at(a, row, side, i));
-      }
-    }
-    of_layer.end = static_cast<int32_t>(pages.size());
-  }
-  const auto count = static_cast<int64_t>(pages.size());
-  const int64_t bytes = count * (layout_.page_bytes + int64_t{sizeof(int32_t)});
-  if (bytes > mirror_bytes_) {
-    constexpr int64_t kStep = int64_t{32} << 20;
-    mirror_->place_pages({}, nullptr);
-    mirror_pages_ = nullptr;
-    mirror_bytes_ = 0;
-    const Result<HostPlace::Memory> memory = pinned_memory(round_up(bytes, kStep));
-    if (!memory) return memory.status();
-    mirror_pages_ = *memory;
-    mirror_bytes_ = round_up(bytes, kStep);
-  }
-  if (count > 0) {
-    auto* const memory = static_cast<uint8_t*>(mirror_pages_.get());
-    std::memcpy(memory + count * layout_.page_bytes, pages.data(), pages.size() * sizeof(int32_t));
-  }
-  mirror_->place_pages(pages, mirror_pages_);
-  return Status::ok();
+Status DevicePlace::copy_states(int32_t slot, bool comes) const {
+  const auto pitch = static_cast<size_t>(layout_.layer_bytes);
+  uint8_t *const there = view_.slots.state(slot, 0),
+           *const here = mirror_->slot_memory() + layout_.raw_bytes;
+  const cudaError_t error = cudaMemcpy2DAsync(
+      comes ? there : here, pitch, comes ? here : there, pitch,
+      pitch - static_cast<size_t>(layout_.raw_bytes), config_.layout.num_layers, cudaMemcpyDefault,
+      stream_);
+  return cuda_status(error, "states");
 }
 
-Status DevicePlace::move_layer(int32_t slot, int32_t layer, int64_t slot_bytes, bool comes) const {
-  const Positions of = layer_pages_[layer];
-  auto* const memory = static_cast<uint8_t*>(mirror_pages_.get());
-  StagedLayer call;
-  if (of.count() > 0) {
-    const int64_t ids = int64_t{layer_pages_.back().end} * layout_.page_bytes;
-    call.ids = reinterpret_cast<const int32_t*>(memory + ids) + of.first;
-    call.staged = memory + of.first * layout_.page_bytes;
-    call.count = of.count();
+Status DevicePlace::begin_link(std::span<const int64_t> part_bytes) {
+  const size_t of_layer = size_t{2} * config_.layout.num_kv_heads;
+  int64_t most = 0;
+  for (size_t at = 0; at < part_bytes.size(); at += of_layer) {
+    most = std::max(most, padded_bytes(part_bytes.subspan(at, of_layer)));
   }
-  call.slot = view_.slots.raw(slot, layer);
-  call.staged_slot = mirror_->layer_of({0, layer, {}, {}}).raw;
-  call.slot_bytes = slot_bytes;
-  call.comes = comes;
-  return launch_staged_layer(view_.pages, call, stream_);
+  return link_->begin(config_.layout.num_layers, static_cast<int32_t>(of_layer), most);
 }
 
-// States come first, for they say what there is. The threads that write a layer's rows wait for
-// that layer, while the link carries the next ones.
+LinkLayer DevicePlace::link_layer(const LayerMove& move, std::span<const int64_t> part_bytes,
+                                  uint8_t* host) const {
+  const size_t of_layer = size_t{2} * config_.layout.num_kv_heads;
+  return {host, part_bytes.subspan(move.layer * of_layer, of_layer), move.slot, move.layer,
+          move.from};
+}
+
+// States come first, for they say what there is.
 Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   if (Status s = enter("export_sequence", false); !s) return s;
   if (Status s = open_mirror(); !s) return s;
-  const int32_t slot = layers[0].slot, num_layers = config_.layout.num_layers;
-  if (Status s = copy_tables(slot); !s) return s;
-  const auto pitch = static_cast<size_t>(layout_.layer_bytes);
-  const cudaError_t error = cudaMemcpy2DAsync(
-      mirror_->slot_memory() + layout_.raw_bytes, pitch, view_.slots.state(slot, 0), pitch,
-      pitch - static_cast<size_t>(layout_.raw_bytes), num_layers, cudaMemcpyDefault, stream_);
-  if (Status s = cuda_status(error, "export_sequence"); !s) return s;
+  if (Status s = copy_tables(layers[0].slot); !s) return s;
+  if (Status s = copy_states(layers[0].slot, false); !s) return s;
   if (Status s = wait(); !s) return s;
-  if (Status s = place_pages(); !s) return s;
-  for (int32_t l = 0; l < num_layers; ++l) {
-    if (Status s = move_layer(slot, l, layout_.raw_bytes, false); !s) return s;
-    const cudaError_t recorded = cudaEventRecord(event_of(arrived_[l].get()), stream_);
-    if (Status s = cuda_status(recorded, "export_sequence"); !s) return s;
-  }
   LayerMoves moves = layers;
   for (LayerMove& move : moves) move.slot = 0;
-  Result<SequenceSource> source = mirror_->export_parts(moves);
-  if (!source) return source.status();
-  const int32_t heads = config_.layout.num_kv_heads;
-  auto there = std::make_shared<std::atomic<int64_t>>(0);  // so many layers, at least
-  source->write = [this, heads, there, on_device = OnDevice(), write = std::move(source->write)](
-                      int64_t row, uint8_t* raw, uint8_t* body) {
-    const int64_t layer = row / heads;
-    if (layer >= *there) {
-      Status s = on_device([&] {
-        return cuda_status(cudaEventSynchronize(event_of(arrived_[layer].get())), "export");
-      });
-      if (!s) return s;
-      *there = layer + 1;
+  const auto bodies = std::make_shared<std::vector<ExportedBody>>(mirror_->export_bodies(moves));
+  SequenceSource source = mirror_->describe(moves, *bodies);
+  source.write = [this, layers, bodies, sizes = source.part_bytes](
+                     const std::vector<uint8_t*>& parts, std::vector<uint64_t>* checksums) {
+    Status s = send_layers(layers, *bodies, sizes, parts);
+    if (!s) (void)link_->finish();
+    for (size_t i = 0; s && i < parts.size(); ++i) {
+      (*checksums)[i] = checksum_of(static_cast<int64_t>(i), sizes[i], parts[i]);
     }
-    return write(row, raw, body);
+    return s;
   };
   return source;
+}
+
+// Memory that is not pinned gets its bytes from such as is, by several threads.
+Status DevicePlace::send_layers(const LayerMoves& layers, const std::vector<ExportedBody>& bodies,
+                                const std::vector<int64_t>& sizes,
+                                const std::vector<uint8_t*>& parts) {
+  const int64_t heads = config_.layout.num_kv_heads;
+  if (Status s = begin_link(sizes); !s) return s;
+  const int64_t bytes = parts.back() - parts[0] + round_up(sizes.back(), 16);
+  uint8_t* pinned = parts[0];
+  if (!is_pinned(parts[0], bytes)) {
+    const Result<uint8_t*> memory = link_->host_memory(bytes);
+    if (!memory) return memory.status();
+    pinned = *memory;
+  }
+  for (const LayerMove& move : layers) {
+    const int64_t row = move.layer * heads;
+    uint8_t* const host = pinned + (parts[2 * row] - parts[0]);
+    Status s = link_->send(link_layer(move, sizes, host), std::span(bodies).subspan(row, heads));
+    if (!s) return s;
+  }
+  if (pinned != parts[0]) {
+    const OnDevice on_device;
+    Status s = try_parallel_for(
+        static_cast<int64_t>(parts.size()), threads_for(bytes), [&](int64_t part) {
+          const auto layer = static_cast<int32_t>(part / (2 * heads));
+          if (Status arrived = on_device([&] { return link_->wait_for(layer); }); !arrived) {
+            return arrived;
+          }
+          std::copy_n(pinned + (parts[part] - parts[0]), round_up(sizes[part], 16), parts[part]);
+          return Status::ok();
+        });
+    if (!s) return s;
+  }
+  return link_->finish();
 }
 
 Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
   if (Status s = open(slot); !s) return s;
   Status s = without_bad_alloc([&] { return import_opened(slot, parts); });
-  if (!s) {
-    (void)wait();  // layers that went up may still be read there
-    mirror_ = nullptr;
-    (void)release(slot);
-  }
-  return s;
+  if (s) return s;
+  if (link_ != nullptr) (void)link_->finish();  // which may still read the caller's memory
+  (void)release(slot);
+  const Status sound =
+      parts.verify ? parts.verify(0, static_cast<int64_t>(parts.raw.size())) : Status::ok();
+  return sound ? s : sound;
 }
 
-// Layers go up as they are written. Blocks that the device decodes as they are it looks at itself,
-// at the end; where one is damaged the host finds out which, and how.
+// Blocks that the device decodes as they are it looks at itself, at the end; where one is damaged
+// the host finds out which, and how.
 Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   if (Status s = open_mirror(); !s) return s;
-  HostPlace::ImportSteps steps;
-  steps.decodes_later = true;
-  steps.take = [&](const std::vector<HostLayer>&, const std::vector<LayerPlan>& plans) {
-    if (Status s = take_pages(slot, plans); !s) return s;
-    if (Status s = copy_tables(slot); !s) return s;
-    if (Status s = wait(); !s) return s;
-    return place_pages();
-  };
-  steps.written = [&, on_device = OnDevice()](int32_t layer) {
-    return on_device([&] { return move_layer(slot, layer, layout_.layer_bytes, true); });
-  };
-  if (Status s = mirror_->import_parts(0, parts, steps); !s) return s;
-  const Status finished = finish_import(slot, parts);
+  const Result<std::vector<HostPlace::LayerImport>> imports =
+      mirror_->plan_imports(0, parts, true);
+  if (!imports) return imports.status();
+  std::vector<LayerPlan> plans;
+  for (const HostPlace::LayerImport& import : *imports) plans.push_back(import.plan->layers[0]);
+  if (Status s = take_pages(slot, plans); !s) return s;
+  if (Status s = copy_tables(slot); !s) return s;
+  if (Status s = wait(); !s) return s;
+  if (Status s = receive_layers(slot, parts, *imports); !s) return s;
+  if (Status s = copy_states(slot, true); !s) return s;
+  const Status finished = finish_import(slot, parts, *imports);
   if (finished.code() != StatusCode::kCorrupt) return finished;
-  if (Status s = open_mirror(); !s) return s;
-  steps.decodes_later = false;
-  steps.take = [&](const auto&, const auto&) { return finished; };
-  return mirror_->import_parts(0, parts, steps);
+  const auto named = mirror_->plan_imports(0, parts, false);
+  return named ? finished : named.status();
+}
+
+// Threads find where the bytes of a layer go, and copy them to memory that is pinned where the
+// caller's is not. The one that completes the next layer gives it to the link.
+Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts,
+                                   const std::vector<HostPlace::LayerImport>& imports) {
+  const int64_t heads = config_.layout.num_kv_heads, num_layers = config_.layout.num_layers;
+  std::vector<int64_t> sizes;
+  for (size_t row = 0; row < parts.raw.size(); ++row) {
+    sizes.push_back(static_cast<int64_t>(parts.raw[row].size()));
+    sizes.push_back(static_cast<int64_t>(parts.bodies[row].size()));
+  }
+  if (Status s = begin_link(sizes); !s) return s;
+  const uint8_t* const first = parts.raw[0].data();
+  const int64_t bytes = parts.bodies.back().data() - first + round_up(sizes.back(), 16);
+  // The link reads it.
+  uint8_t* pinned = const_cast<uint8_t*>(first);
+  if (!is_pinned(first, bytes)) {
+    const Result<uint8_t*> memory = link_->host_memory(bytes);
+    if (!memory) return memory.status();
+    pinned = *memory;
+  }
+  const OnDevice on_device;
+  std::mutex mutex;
+  std::vector<PageRanges> ranges(num_layers);
+  std::vector<uint8_t> is_there(num_layers);
+  int64_t next = 0;
+  Status s = try_parallel_for(num_layers, threads_for(bytes), [&](int64_t layer) {
+    ranges[layer] = mirror_->format()->place_import(imports[layer].layer, *imports[layer].plan);
+    const std::span<const int64_t> of_layer = std::span(sizes).subspan(2 * layer * heads, 2 * heads);
+    const uint8_t* from = parts.raw[layer * heads].data();
+    if (pinned != first) std::copy_n(from, padded_bytes(of_layer), pinned + (from - first));
+    const std::lock_guard<std::mutex> lock(mutex);
+    is_there[layer] = 1;
+    for (; next < num_layers && is_there[next] != 0; ++next) {
+      const LayerMove move = {slot, static_cast<int32_t>(next), parts.layers[next], {}};
+      const uint8_t* const at = parts.raw[next * heads].data();
+      Status sent = on_device([&] {
+        return link_->receive(link_layer(move, sizes, pinned + (at - first)), at, ranges[next],
+                              prunes_);
+      });
+      if (!sent) return sent;
+      ranges[next] = {};
+    }
+    return Status::ok();
+  });
+  if (!s) return s;
+  if (Status finished = link_->finish(); !finished) return finished;
+  for (size_t i = 0; i < parts.checksums.size(); ++i) {
+    const uint8_t* part = i % 2 == 0 ? parts.raw[i / 2].data() : parts.bodies[i / 2].data();
+    if (checksum_of(static_cast<int64_t>(i), sizes[i], part) != parts.checksums[i]) {
+      return Status(StatusCode::kCorrupt, "checksum");
+    }
+  }
+  return link_->fault();
+}
+
+// The device leaves out short parts.
+uint64_t DevicePlace::checksum_of(int64_t part, int64_t bytes, const uint8_t* at) const {
+  const int64_t padded = round_up(bytes, 16);
+  return padded > kXxh3ShortBytes ? link_->checksum(part) : xxh3(at, static_cast<size_t>(padded));
 }
 
 // For all layers of an empty slot.
@@ -302,7 +334,8 @@ Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans
   return commit(nullptr, true);
 }
 
-Status DevicePlace::finish_import(int32_t slot, const SequenceParts& parts) {
+Status DevicePlace::finish_import(int32_t slot, const SequenceParts& parts,
+                                  const std::vector<HostPlace::LayerImport>& imports) {
   const int64_t num_layers = config_.layout.num_layers;
   LayerTokens* const counts = counts_ + slot * num_layers;
   Status s = copy(counts, parts.layers.data(), num_layers * int64_t{sizeof(LayerTokens)});
@@ -313,6 +346,7 @@ Status DevicePlace::finish_import(int32_t slot, const SequenceParts& parts) {
     layers[l].slot = slot;
   }
   if (s = format_->check_imported(layers, counts); !s) return s;
+  for (const auto& import : imports) mirror_->format()->finish_import(*import.plan);
   if (s = format_->upload_shared(*mirror_->format(), layers); !s) return s;
   return wait();
 }

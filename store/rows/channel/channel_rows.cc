@@ -135,9 +135,7 @@ void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& pl
   for (size_t w = 0; w < layers.size(); ++w) {
     const int32_t bytes = block_bytes(layers[w].layer);
     for (int32_t i = 0; i < channel.counts[w]; ++i) {
-      const uint8_t* from = channel.bodies.empty() ? channel.blocks[w].data() + int64_t{i} * bytes
-                                                   : channel.bodies[w * heads + i % heads].data() +
-                                                         int64_t{i / heads} * bytes;
+      const uint8_t* from = channel.blocks[w].data() + int64_t{i} * bytes;
       std::memcpy(block_at(layers[w], i % heads, channel.first_block[w] + i / heads), from, bytes);
     }
   }
@@ -170,41 +168,55 @@ std::vector<uint8_t> ChannelRows::identity() const {
 }
 
 // Blocks as they lie on pages.
-void ChannelRows::export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const {
-  const int32_t bytes = block_bytes(layer.layer);
-  for (int32_t b = 0; b < blocks_of(layer.at.body_end); ++b, to += bytes) {
-    std::memcpy(to, block_at(layer, kv_head, b), bytes);
+ExportedBody ChannelRows::export_body(const HostLayer& layer, int32_t kv_head) const {
+  ExportedBody body;
+  for (int32_t b = 0; b < blocks_of(layer.at.body_end); ++b) {
+    body.add(block_at(layer, kv_head, b), block_bytes(layer.layer));
   }
-}
-
-// Codes of any bits are values where the parameters are finite.
-bool ChannelRows::is_sound(int32_t layer, const uint8_t* block) const {
-  if (is_raw(layer)) return are_finite(block, body_.raw_bytes());
-  return are_finite(block + layout_.k_metadata, layout_.v_codes - layout_.k_metadata) &&
-         are_finite(block + layout_.v_metadata, int64_t{4} * layout_.tokens);
+  return body;
 }
 
 Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const std::vector<ImportWork>& works) {
   auto plan = std::make_unique<ChannelPlan>();
-  const int32_t heads = config_.layout.num_kv_heads;
   for (const ImportWork& work : works) {
     const int32_t layer = work.layer.layer, end = blocks_of(work.body_end);
-    const int32_t bytes = block_bytes(layer);
     if (!work.shared.empty()) return corrupt("it has codebooks");
     for (const std::span<const uint8_t>& body : work.bodies) {
-      if (static_cast<int64_t>(body.size()) != int64_t{end} * bytes) return corrupt("wrong size");
-      for (int32_t b = 0; b < end; ++b) {
-        if (!is_sound(layer, body.data() + int64_t{b} * bytes)) {
-          return corrupt("a value is not finite");
-        }
+      if (static_cast<int64_t>(body.size()) != int64_t{end} * block_bytes(layer)) {
+        return corrupt("wrong size");
       }
       plan->bodies.push_back(body);
     }
     plan->layers.push_back({counts_of(layer, end)});
-    plan->first_block.push_back(0);
-    plan->counts.push_back(end * heads);
   }
   return std::unique_ptr<BodyPlan>(std::move(plan));
+}
+
+// Codes of any bits are values where the parameters are finite.
+PageRanges ChannelRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
+  const auto& bodies = static_cast<const ChannelPlan&>(plan).bodies;
+  const int64_t bytes = block_bytes(layer.layer), values = layout_.v_metadata;
+  const int64_t value_params = int64_t{4} * layout_.tokens;
+  PageRanges ranges;
+  for (int32_t h = 0; h < config_.layout.num_kv_heads; ++h) {
+    for (int32_t b = 0; b * bytes < static_cast<int64_t>(bodies[h].size()); ++b) {
+      uint8_t* const to = block_at(layer, h, b);
+      const uint8_t* const from = bodies[h].data() + b * bytes;
+      const auto add = [&](int64_t first, int64_t end, RangeCheck check) {
+        if (end > first) ranges.push_back({to + first, from + first, end - first, check});
+      };
+      if (is_raw(layer.layer)) {
+        add(0, bytes, RangeCheck::kFinite);
+        continue;
+      }
+      add(0, layout_.k_metadata, RangeCheck::kNone);
+      add(layout_.k_metadata, layout_.v_codes, RangeCheck::kFinite);
+      add(layout_.v_codes, values, RangeCheck::kNone);
+      add(values, values + value_params, RangeCheck::kFinite);
+      add(values + value_params, bytes, RangeCheck::kNone);
+    }
+  }
+  return ranges;
 }
 
 }  // namespace tierkv::store

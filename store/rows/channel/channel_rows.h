@@ -37,11 +37,9 @@ class ChannelRows final : public RowFormat {
   }
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
-  int64_t body_bytes(const HostLayer& layer, int32_t) const override {
-    return int64_t{blocks_of(layer.at.body_end)} * block_bytes(layer.layer);
-  }
-  void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const override;
+  ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
+  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
 
   // For the same rows in device memory.
   const ChannelBody& body() const { return body_; }
@@ -50,12 +48,10 @@ class ChannelRows final : public RowFormat {
  private:
   struct ChannelPlan final : BodyPlan {
     std::vector<int32_t> first_block, counts;  // [works]: of the blocks of all kv_heads
-    // [works]: one behind the other, as on pages; of an import [works * num_kv_heads].
-    std::vector<std::vector<uint8_t>> blocks;
-    std::vector<std::span<const uint8_t>> bodies;
+    std::vector<std::vector<uint8_t>> blocks;  // [works]: one behind the other, as on pages
+    std::vector<std::span<const uint8_t>> bodies;  // of an import: [num_kv_heads]
   };
   bool is_raw(int32_t layer) const { return is_raw_layer_[layer] != 0; }
-  bool is_sound(int32_t layer, const uint8_t* block) const;
   int32_t block_bytes(int32_t layer) const { return body_.block_bytes(is_raw(layer)); }
   int32_t blocks_of(int32_t tokens) const { return body_.blocks_of(tokens); }
   // What the table row of a layer with so many blocks of a row holds.

@@ -27,7 +27,11 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan(const std::vector<BodyWork>& w
 void CodedRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
   const auto& coded = static_cast<const CodedPlan&>(plan);
   for (const auto& [layer, books] : coded.made) books_[layer] = books;
-  for (size_t i = 0; i < layers.size(); ++i) write_layer(layers[i], coded.drafts[i]);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    for (const PageRange& range : place_layer(layers[i], coded.drafts[i])) {
+      std::copy_n(range.from, range.bytes, range.page);
+    }
+  }
 }
 
 Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
@@ -284,7 +288,8 @@ void CodedRows::add_layer_plan(const HostLayer& layer, const LayerDraft& draft,
   plan->layers.push_back(std::move(result));
 }
 
-void CodedRows::write_layer(const HostLayer& layer, const LayerDraft& draft) {
+PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draft) {
+  PageRanges ranges;
   *state_at<int32_t>(layer, shape_.fixed_byte()) = draft.fixed ? 1 : 0;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     *state_at<CodedRowState>(layer, shape_.row_byte(h)) = draft.rows[h];
@@ -305,10 +310,11 @@ void CodedRows::write_layer(const HostLayer& layer, const LayerDraft& draft) {
     const int32_t b = draft.first_block + static_cast<int32_t>(i) / per_block;
     const CodedBlockRef ref = {static_cast<uint32_t>(offset), static_cast<uint32_t>(units)};
     refs(layer, within / 2, within % 2 == 0 ? Component::kKey : Component::kValue)[b] = ref;
-    std::copy(block.begin(), block.end(), block_bytes(ref));
+    ranges.push_back({block_bytes(ref), block.data(), static_cast<int64_t>(block.size())});
     used = at + units;
     ends[b] = static_cast<uint32_t>(used);
   }
+  return ranges;
 }
 
 }  // namespace tierkv::store

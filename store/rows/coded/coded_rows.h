@@ -40,9 +40,10 @@ class CodedRows final : public RowFormat {
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
   std::vector<uint8_t> export_shared(const HostLayer& layer) const override;
-  int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
-  void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const override;
+  ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
+  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
+  void finish_import(const BodyPlan& plan) override;
 
   // The tokens of a block of one row before they are coded.
   struct BlockTokens {
@@ -150,7 +151,8 @@ class CodedRows final : public RowFormat {
                 LayerDraft* draft) const;
   std::vector<uint8_t> raw_block(const BlockTokens& tokens, Component c) const;
   void add_layer_plan(const HostLayer& layer, const LayerDraft& draft, CodedPlan* plan) const;
-  void write_layer(const HostLayer& layer, const LayerDraft& draft);
+  // State and directory; the bytes of block i go where ranges[i] says.
+  PageRanges place_layer(const HostLayer& layer, const LayerDraft& draft);
 
   // x null: codes and exponents alone.
   Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],
@@ -162,7 +164,7 @@ class CodedRows final : public RowFormat {
   // `books`: of the layer where it is fixed, those of the sequence.
   Status import_layer(const ImportWork& work, LayerBooks* books, LayerDraft* draft) const;
   Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft) const;
-  int64_t head_bytes(bool fixed) const;
+  // But for its values.
   Status check_raw_block(std::span<const uint8_t> bytes, int32_t tokens) const;
 
   StoreConfig config_;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bodies of coded rows as bytes, and back.
 //
-// A body is, little-endian: whether it is fixed (u8); tokens of its geometric mean (i32), their sum
-// of logarithms (i64, units of 2^-24); fixed: steps of keys and values (f32 each), means (fp16
-// [head_dim]); of each block keys, then values: units (u32, not 0) and as many times 16 bytes.
+// A body is, little-endian: whether it is fixed (u32); tokens of its geometric mean (i32), their sum
+// of logarithms (i64, units of 2^-24); fixed: steps of keys and values (f32 each), 0 (u64), means
+// (fp16 [head_dim]); of each block the units (u32, not 0) of keys, then of values, and zeros up to a
+// multiple of 16; then of each block as many times 16 bytes of keys, then of values.
 #include <algorithm>
 #include <cstring>
 #include <span>
@@ -11,7 +12,6 @@
 #include <utility>
 
 #include "codec/format/byte_cursor.h"
-#include "codec/format/sound_halves.h"
 #include "store/rows/coded/coded_rows.h"
 
 namespace tierkv::store {
@@ -42,47 +42,34 @@ std::vector<uint8_t> CodedRows::export_shared(const HostLayer& layer) const {
   return is_fixed(layer) ? serialize_books(books_[layer.layer]) : std::vector<uint8_t>();
 }
 
-// Where a row's blocks begin.
-int64_t CodedRows::head_bytes(bool fixed) const {
-  return 13 + (fixed ? 8 + int64_t{2} * shape_.head_dim : 0);
-}
-
-int64_t CodedRows::body_bytes(const HostLayer& layer, int32_t kv_head) const {
-  int64_t bytes = head_bytes(is_fixed(layer));
-  for (int32_t b = 0; b < block_count(layer.at.body_end); ++b) {
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      bytes += int64_t{sizeof(uint32_t)} + int64_t{refs(layer, kv_head, c)[b].units} * kUnitBytes;
-    }
-  }
-  return bytes;
-}
-
-void CodedRows::export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const {
-  std::vector<uint8_t> head;
-  ByteWriter out(&head);
+ExportedBody CodedRows::export_body(const HostLayer& layer, int32_t kv_head) const {
+  ExportedBody body;
+  ByteWriter out(&body.head);
   const auto& state = *state_at<CodedRowState>(layer, shape_.row_byte(kv_head));
-  out.u8(is_fixed(layer) ? 1 : 0);
+  out.u32(is_fixed(layer) ? 1 : 0);
   out.i32(state.mean.seen);
   out.i64(state.mean.logs);
   if (is_fixed(layer)) {
     out.f32(state.key_step);
     out.f32(state.value_step);
+    out.u64(0);
     out.bytes(state_at<uint16_t>(layer, shape_.means_byte(kv_head)), shape_.head_dim * 2);
   }
-  to = std::copy(head.begin(), head.end(), to);
   for (int32_t b = 0; b < block_count(layer.at.body_end); ++b) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       const CodedBlockRef ref = refs(layer, kv_head, c)[b];
-      std::memcpy(to, &ref.units, sizeof(uint32_t));
-      to = std::copy_n(block_bytes(ref), int64_t{ref.units} * kUnitBytes, to + sizeof(uint32_t));
+      out.u32(ref.units);
+      body.add(block_bytes(ref), int64_t{ref.units} * kUnitBytes);
     }
   }
+  body.head.resize(round_up(static_cast<int64_t>(body.head.size()), 16));
+  return body;
 }
 
 // State of the row, and where its blocks are in the bytes.
 Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft) const {
   ByteReader in(work.bodies[kv_head].data(), work.bodies[kv_head].size());
-  const uint8_t fixed = in.u8();
+  const uint32_t fixed = in.u32();
   if (kv_head == 0) draft->fixed = fixed == 1;
   if (fixed > 1 || draft->fixed != (fixed == 1)) return corrupt("fixed is neither 0 nor 1");
   CodedRowState state;
@@ -93,6 +80,7 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
   if (draft->fixed) {
     state.key_step = in.f32();
     state.value_step = in.f32();
+    if (in.u64() != 0) return corrupt("its steps are impossible");
     for (uint16_t& x : means) x = in.u16();
     Status s = row_of(work.layer.layer, kv_head, state, means.data()).validate();
     if (!s) return corrupt(s.message());
@@ -102,11 +90,14 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
   const int64_t most_units =
       least(int64_t{shape_.page_units},
             most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens)) / kUnitBytes);
-  for (int32_t i = 0; i < 2 * draft->end_block; ++i) {
-    const uint32_t units = in.u32();
-    if (units == 0) return corrupt("a block is empty");
-    if (units > most_units) return corrupt("a block is too long");
-    const size_t bytes = size_t{units} * kUnitBytes;
+  const int32_t count = 2 * draft->end_block, padded = static_cast<int32_t>(round_up(count, 4));
+  std::vector<uint32_t> units(padded);
+  for (uint32_t& x : units) x = in.u32();
+  for (int32_t i = 0; i < padded; ++i) {
+    if (!in.ok() || (units[i] == 0) != (i >= count)) return corrupt("a block is empty");
+    if (i >= count) break;
+    if (units[i] > most_units) return corrupt("a block is too long");
+    const size_t bytes = size_t{units[i]} * kUnitBytes;
     const uint8_t* from = in.take(bytes);
     if (from == nullptr) return corrupt("it ends too early");
     // In the order of the pages.
@@ -126,9 +117,7 @@ Status CodedRows::check_raw_block(std::span<const uint8_t> bytes, int32_t tokens
       return corrupt("an exponent is impossible");
     }
   }
-  return are_finite(bytes.data() + kBlockTokens, shape_.raw_block_bytes(tokens) - kBlockTokens)
-             ? Status::ok()
-             : corrupt("a raw value is not finite");
+  return Status::ok();
 }
 
 // Blocks that were made with the books of this store stay as they are, the others are coded anew.
@@ -208,8 +197,25 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const std::vector<Impor
     if (books_[layer].empty() && !books.empty()) plan->made[layer] = std::move(books);
     add_layer_plan(work.layer, draft, plan.get());
   }
-  plan->changes_all = !plan->made.empty();
   return std::unique_ptr<BodyPlan>(std::move(plan));
+}
+
+// A raw block begins with exponents.
+PageRanges CodedRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
+  const LayerDraft& draft = static_cast<const CodedPlan&>(plan).drafts[0];
+  PageRanges ranges = place_layer(layer, draft);
+  if (draft.fixed) return ranges;
+  PageRanges parts;
+  for (const PageRange& raw : ranges) {
+    parts.push_back({raw.page, raw.from, kBlockTokens});
+    parts.push_back({raw.page + kBlockTokens, raw.from + kBlockTokens, raw.bytes - kBlockTokens,
+                     RangeCheck::kFinite});
+  }
+  return parts;
+}
+
+void CodedRows::finish_import(const BodyPlan& plan) {
+  for (const auto& [layer, books] : static_cast<const CodedPlan&>(plan).made) books_[layer] = books;
 }
 
 }  // namespace tierkv::store

@@ -43,11 +43,9 @@ class TiersRows final : public RowFormat {
   void cut(const HostLayer& layer, int32_t body_end) override;
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
-  int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
-  void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const override;
+  ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
-  bool writes_rows() const override { return true; }
-  Status write_row(const HostLayer& layer, const BodyPlan& plan, int32_t kv_head) override;
+  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
 
   // For the same rows in device memory: what prepare() made.
   const StoreConfig& config() const { return config_; }
@@ -66,8 +64,7 @@ class TiersRows final : public RowFormat {
   struct StagedSide {
     int32_t first = 0, end = 0;
     std::vector<StagedBlock> bytes;  // whole pages, from that of `first` on
-    // An import has the tiles with tokens instead, as export_body() writes them.
-    const uint8_t* tiles = nullptr;
+    const uint8_t* tiles = nullptr;  // of an import, in their stead: those with tokens
   };
   struct RowDraft {
     TiersRow row;                 // afterwards
@@ -120,8 +117,10 @@ class TiersRows final : public RowFormat {
   void write_state(const HostLayer& layer, int32_t kv_head, const RowDraft& draft) const;
 
   // tiers_transfer.cc
-  Status write_tiles(const HostLayer& layer, int32_t kv_head, int32_t side,
-                     const StagedSide& staged) const;
+  void place_side(const HostLayer& layer, int32_t kv_head, int32_t side, const StagedSide& staged,
+                  PageRanges* ranges) const;
+  // Whether slots behind the last token of an import are 0.
+  bool is_tail_clear(const RowClass& row_class, int32_t side, const StagedSide& staged) const;
   Status import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const;
 
   StoreConfig config_;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bodies of tiers as bytes, and back.
 //
-// A body is, little-endian: tokens of its geometric mean (i32), their sum of logarithms (i64, units
-// of 2^-24); the tier of each position from the sinks on (u8); then the tokens of the high tier and
-// those of the low one, as pages have them: of each page the tiles with tokens, their key codes,
-// key metadata, value codes and value metadata. Slots without a token are 0.
+// A body is, little-endian: tokens of its geometric mean (i32), 0 (u32), their sum of logarithms
+// (i64, units of 2^-24); the tier of each position from the sinks on (u8), and zeros up to a
+// multiple of 16; then the tokens of the high tier and those of the low one, as pages have them: of
+// each page the tiles with tokens, their key codes, key metadata, value codes and value metadata.
+// Slots without a token are 0.
 #include <algorithm>
 #include <cstring>
 #include <span>
@@ -20,7 +21,7 @@ namespace tierkv::store {
 namespace {
 
 constexpr uint32_t kVersion = 1;
-constexpr int64_t kMeanBytes = sizeof(int32_t) + sizeof(int64_t);
+constexpr int64_t kMeanBytes = 16;
 
 Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "body: " + why);
@@ -71,44 +72,41 @@ std::vector<uint8_t> TiersRows::identity() const {
   return bytes;
 }
 
-int64_t TiersRows::body_bytes(const HostLayer& layer, int32_t kv_head) const {
-  const RowClass& c = row_class(layer.layer, kv_head);
-  const TiersRow& row = row_state(layer, kv_head);
-  int64_t bytes = kMeanBytes + std::max(0, layer.at.body_end - config_.sink_tokens);
-  for (int32_t side = 0; side < 2; ++side) bytes += tile_bytes(c.layout[side], row.tokens[side]);
-  return bytes;
-}
-
-void TiersRows::export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const {
+ExportedBody TiersRows::export_body(const HostLayer& layer, int32_t kv_head) const {
   const TiersRow& row = row_state(layer, kv_head);
   const RowClass& c = row_class(layer.layer, kv_head);
   const uint8_t* map = map_of(layer, kv_head);
-  std::memcpy(to, &row.mean.seen, sizeof(int32_t));
-  std::memcpy(to + sizeof(int32_t), &row.mean.logs, sizeof(int64_t));
-  to += kMeanBytes;
-  for (int32_t p = config_.sink_tokens; p < layer.at.body_end; ++p) {
-    *to++ = static_cast<uint8_t>(tier_at(map, p));
+  ExportedBody body;
+  ByteWriter head(&body.head);
+  head.i32(row.mean.seen);
+  head.u32(0);
+  head.i64(row.mean.logs);
+  const int32_t first = config_.sink_tokens, tokens = most(0, layer.at.body_end - first);
+  body.head.resize(kMeanBytes + round_up(tokens, 16));
+  for (int32_t i = 0; i < tokens; ++i) {
+    body.head[kMeanBytes + i] = static_cast<uint8_t>(tier_at(map, first + i));
   }
   for (int32_t side = 0; side < 2; ++side) {
     const PageLayout& layout = c.layout[side];
     for (int32_t t = 0; t < row.tokens[side]; t += layout.tokens) {
       const PageRun run = page_run(layer, kv_head, side, t, row.tokens[side] - t);
       for_parts(layout, tile_count(run.count), [&](Component, bool, PagePart part) {
-        std::memcpy(to, run.page.bytes + part.byte, static_cast<size_t>(part.bytes));
-        to += part.bytes;
+        body.add(run.page.bytes + part.byte, part.bytes);
       });
     }
   }
+  return body;
 }
 
 Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const {
   ByteReader in(work.bodies[kv_head].data(), work.bodies[kv_head].size());
   const RowClass& c = row_class(work.layer.layer, kv_head);
   draft->row.mean.seen = in.i32();
+  const uint32_t zero = in.u32();
   draft->row.mean.logs = in.i64();
-  if (!draft->row.mean.is_sound()) return corrupt("its mean is impossible");
+  if (zero != 0 || !draft->row.mean.is_sound()) return corrupt("its mean is impossible");
   const int32_t tokens = std::max(0, work.body_end - config_.sink_tokens);
-  const uint8_t* tiers = in.take(static_cast<uint64_t>(tokens));
+  const uint8_t* tiers = in.take(static_cast<uint64_t>(round_up(tokens, 16)));
   if (tiers == nullptr) return corrupt("it ends too early");
   draft->tiers.resize(tokens);
   for (int32_t i = 0; i < tokens; ++i) {
@@ -119,46 +117,71 @@ Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* 
     if (is_kept(tier)) ++draft->row.tokens[side_of(tier)];
     draft->tiers[i] = tier;
   }
+  if (std::any_of(tiers + tokens, tiers + round_up(tokens, 16), [](uint8_t x) { return x != 0; })) {
+    return corrupt("tokens without a place have a tier");
+  }
   for (int32_t side = 0; side < 2; ++side) {
     StagedSide& staged = draft->sides[side];
     staged.end = draft->row.tokens[side];
     staged.tiles = in.take(static_cast<uint64_t>(tile_bytes(c.layout[side], staged.end)));
     if (!in.ok()) return corrupt("it ends too early");
+    if (!is_tail_clear(c, side, staged)) return corrupt("a slot without a token is not 0");
   }
   return in.at_end() ? Status::ok() : corrupt("wrong size");
 }
 
-// Tiles without a token, and slots behind the last one, are 0.
-Status TiersRows::write_tiles(const HostLayer& layer, int32_t kv_head, int32_t side,
+bool TiersRows::is_tail_clear(const RowClass& row_class, int32_t side,
                               const StagedSide& staged) const {
-  const PageLayout& layout = row_class(layer.layer, kv_head).layout[side];
-  const uint8_t* from = staged.tiles;
-  bool sound = true;
-  for (int32_t t = 0; t < staged.end; t += layout.tokens) {
-    const PageRun run = page_run(layer, kv_head, side, t, staged.end - t);
-    if (run.count < layout.tokens) {
-      std::memset(run.page.bytes, 0, static_cast<size_t>(layout.scores));
-    }
-    for_parts(layout, tile_count(run.count), [&](Component c, bool has_params, PagePart part) {
-      if (has_params) sound &= are_params(from, part.bytes);
-      if (!has_params && layout.tile(c).type.is_raw()) sound &= are_finite(from, part.bytes);
-      std::memcpy(run.page.bytes + part.byte, from, static_cast<size_t>(part.bytes));
-      from += part.bytes;
-    });
-    for (int32_t slot = run.count; slot % kTileTokens != 0; ++slot) {
-      store_token(run.page, slot, TokenCodes{});
-    }
-  }
-  return sound ? Status::ok() : corrupt("a number is none that an encoder writes");
+  const PageLayout& layout = row_class.layout[side];
+  const int32_t count = staged.end % layout.tokens, tiles = tile_count(count);
+  if (count % kTileTokens == 0) return true;
+  const uint8_t* const from = staged.tiles + (staged.end / layout.tokens) * int64_t{layout.scores};
+  std::vector<StagedBlock> bytes(sizes_.page_bytes / kPageAlignment);
+  const HostPage page = page_at(row_class, side, bytes[0].bytes);
+  const uint8_t* at = from;
+  for_parts(layout, tiles, [&](Component, bool, PagePart part) {
+    std::memcpy(page.bytes + part.byte, at, static_cast<size_t>(part.bytes));
+    at += part.bytes;
+  });
+  for (int32_t slot = count; slot < tiles * kTileTokens; ++slot) store_token(page, slot, {});
+  bool is_clear = true;
+  at = from;
+  for_parts(layout, tiles, [&](Component, bool, PagePart part) {
+    is_clear &= std::memcmp(page.bytes + part.byte, at, static_cast<size_t>(part.bytes)) == 0;
+    at += part.bytes;
+  });
+  return is_clear;
 }
 
-Status TiersRows::write_row(const HostLayer& layer, const BodyPlan& plan, int32_t kv_head) {
-  const RowDraft& draft = static_cast<const TiersPlan&>(plan).rows[kv_head];
-  for (int32_t side = 0; side < 2; ++side) {
-    if (Status s = write_tiles(layer, kv_head, side, draft.sides[side]); !s) return s;
+// Tiles without a token are 0.
+void TiersRows::place_side(const HostLayer& layer, int32_t kv_head, int32_t side,
+                           const StagedSide& staged, PageRanges* ranges) const {
+  const PageLayout& layout = row_class(layer.layer, kv_head).layout[side];
+  const uint8_t* from = staged.tiles;
+  for (int32_t t = 0; t < staged.end; t += layout.tokens) {
+    const PageRun run = page_run(layer, kv_head, side, t, staged.end - t);
+    for_parts(layout, tile_count(run.count), [&](Component c, bool has_params, PagePart part) {
+      RangeCheck check = RangeCheck::kNone;
+      if (has_params) check = RangeCheck::kParams;
+      if (!has_params && layout.tile(c).type.is_raw()) check = RangeCheck::kFinite;
+      if (part.bytes == 0) return;
+      uint8_t* const to = run.page.bytes + part.byte;
+      ranges->push_back({to, from, part.bytes, check});
+      const int32_t whole = part.bytes / tile_count(run.count) * layout.tiles();
+      if (whole > part.bytes) ranges->push_back({to + part.bytes, nullptr, whole - part.bytes});
+      from += part.bytes;
+    });
   }
-  write_state(layer, kv_head, draft);
-  return Status::ok();
+}
+
+PageRanges TiersRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
+  PageRanges ranges;
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    const RowDraft& draft = static_cast<const TiersPlan&>(plan).rows[h];
+    for (int32_t side = 0; side < 2; ++side) place_side(layer, h, side, draft.sides[side], &ranges);
+    write_state(layer, h, draft);
+  }
+  return ranges;
 }
 
 Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<ImportWork>& works) {

@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "codec/file/container_format.h"
 #include "store/place/place.h"
 
 namespace tierkv {
@@ -16,11 +17,17 @@ struct OwnedParts {
 
   explicit OwnedParts(const store::SequenceSource& source)
       : layers(source.layers), shared(source.shared) {
-    for (size_t row = 0; row < source.raw_bytes.size(); ++row) {
-      raw.emplace_back(source.raw_bytes[row]);
-      bodies.emplace_back(source.body_bytes[row]);
-      EXPECT_TRUE(source.write(static_cast<int64_t>(row), raw.back().data(), bodies.back().data()));
+    std::vector<uint8_t*> places;
+    raw.resize(source.part_bytes.size() / 2);
+    bodies.resize(raw.size());
+    for (size_t i = 0; i < source.part_bytes.size(); ++i) {
+      std::vector<uint8_t>& part = part_of(i);
+      part.resize(align_chunk(source.part_bytes[i]));
+      places.push_back(part.data());
     }
+    std::vector<uint64_t> checksums(places.size());
+    EXPECT_TRUE(source.write(places, &checksums));
+    for (size_t i = 0; i < places.size(); ++i) part_of(i).resize(source.part_bytes[i]);
   }
   store::SequenceParts views() const {
     store::SequenceParts parts;
@@ -30,6 +37,9 @@ struct OwnedParts {
     parts.bodies.assign(bodies.begin(), bodies.end());
     return parts;
   }
+
+ private:
+  std::vector<uint8_t>& part_of(size_t i) { return i % 2 == 0 ? raw[i / 2] : bodies[i / 2]; }
 };
 
 }  // namespace tierkv

@@ -349,7 +349,19 @@ class KvTwins {
                                    : device_->export_sequence(live_[i].device);
     ASSERT_TRUE(bytes);
     const auto a = host_->import_sequence(bytes->data(), bytes->size());
-    const auto b = device_->import_sequence(bytes->data(), bytes->size());
+    // Half of the time out of pinned memory, which gets the bytes once more.
+    uint8_t* from = const_cast<uint8_t*>(bytes->data());
+    std::shared_ptr<void> pinned;
+    if (chance(0.5)) {
+      void* memory = nullptr;
+      ASSERT_EQ(cudaHostAlloc(&memory, bytes->size(), cudaHostAllocMapped), cudaSuccess);
+      pinned = {memory, [](void* p) { (void)cudaFreeHost(p); }};
+      from = static_cast<uint8_t*>(memory);
+      const auto room = [&](size_t size) { return size == bytes->size() ? from : nullptr; };
+      ASSERT_TRUE(device_->export_sequence(live_[i].device, room));
+      ASSERT_TRUE(std::equal(bytes->begin(), bytes->end(), from));
+    }
+    const auto b = device_->import_sequence(from, bytes->size());
     ASSERT_TRUE(a) << a.status().message();
     ASSERT_TRUE(b) << b.status().message();
     live_.push_back({*a, *b, live_[i].tokens, live_[i].cut_at});

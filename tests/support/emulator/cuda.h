@@ -184,6 +184,15 @@ T atomicAdd(T* p, T x) {
   *p += x;
   return before;
 }
+__extension__ using emulated_uint128 = unsigned __int128;
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  return static_cast<uint64_t>(static_cast<emulated_uint128>(a) * b >> 64);
+}
+inline int32_t atomicMin(int32_t* p, int32_t x) {
+  const int32_t old = *p;
+  *p = std::min(old, x);
+  return old;
+}
 inline int32_t atomicCAS(int32_t* p, int32_t expected, int32_t x) {
   const int32_t before = *p;
   if (before == expected) *p = x;

@@ -28,7 +28,14 @@ struct dim3 {
 inline constexpr unsigned cudaHostAllocMapped = 2, cudaStreamNonBlocking = 1,
                           cudaEventDisableTiming = 2;
 
+enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost };
+struct cudaPointerAttributes {
+  cudaMemoryType type;
+};
+
 namespace emulator {
+// Whether memory of callers counts as pinned.
+inline bool is_pinned = false;
 // The id of the capture that a test pretends; 0: none.
 inline unsigned long long capture = 0;
 inline constexpr int kSharedBytes = 227 << 10;  // that a CTA may have
@@ -68,6 +75,10 @@ inline cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
 }
 inline cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
   *device = host;
+  return cudaSuccess;
+}
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
+  attributes->type = emulator::is_pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
   return cudaSuccess;
 }
 inline cudaError_t cudaFreeHost(void* p) {
@@ -117,6 +128,9 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t) {
