@@ -175,13 +175,13 @@ Status KvStore::export_sequence(SequenceId sequence, const ExportTarget& target)
   const Result<store::SequenceSource> source =
       engine_->place->export_parts(engine_->sequences.layers_of(*slot));
   if (!source) return source.status();
-  return store::write_sequence(engine_->config, engine_->place->identity(), *source, target);
+  return store::write_sequence(engine_->config, engine_->identity, *source, target);
 }
 
 Result<SequenceId> KvStore::import_sequence(const uint8_t* bytes, size_t size) {
   if (bytes == nullptr) return Status(StatusCode::kInvalidArgument, "bytes is null");
   const Result<store::SequenceParts> parts =
-      store::read_sequence(engine_->config, engine_->laws, engine_->place->identity(), bytes, size);
+      store::read_sequence(engine_->config, engine_->laws, engine_->identity, bytes, size);
   if (!parts) return parts.status();
   const Result<int32_t> slot = engine_->sequences.free_slot();
   if (!slot) return slot.status();

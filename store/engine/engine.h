@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "store/engine/sequences.h"
 #include "store/place/place.h"
@@ -17,7 +18,11 @@ namespace tierkv::store {
 class Engine {
  public:
   Engine(const StoreConfig& of_config, const TokenLaws& of_laws, std::unique_ptr<Place> of_place)
-      : config(of_config), laws(of_laws), sequences(config, of_laws), place(std::move(of_place)) {}
+      : config(of_config),
+        laws(of_laws),
+        sequences(config, of_laws),
+        place(std::move(of_place)),
+        identity(place->identity()) {}
   // The config is valid.
   static std::unique_ptr<KvStore> make(const StoreConfig& config, const TokenLaws& laws,
                                        std::unique_ptr<Place> place);
@@ -26,6 +31,7 @@ class Engine {
   TokenLaws laws;
   Sequences sequences;
   std::unique_ptr<Place> place;
+  std::vector<uint8_t> identity;
   LayerMoves moves;  // of the call under way
 };
 

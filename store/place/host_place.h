@@ -48,15 +48,13 @@ class HostPlace final : public Place {
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
-  // The bodies of all rows, by several threads.
-  std::vector<ExportedBody> export_bodies(const LayerMoves& layers) const;
   // What leaves, but for write().
-  SequenceSource describe(const LayerMoves& layers, const std::vector<ExportedBody>& bodies) const;
+  SequenceSource describe(const LayerMoves& layers) const;
   struct LayerImport {
     HostLayer layer;
     std::unique_ptr<BodyPlan> plan;
   };
-  // Clears the states of a slot and plans its layers, by several threads.
+  // Clears the states of a slot and plans its layers, by several threads if blocks are decoded.
   Result<std::vector<LayerImport>> plan_imports(int32_t slot, const SequenceParts& parts,
                                                 bool decodes_later) const;
   const PagesView& pages() const { return pages_; }

@@ -18,19 +18,21 @@
 namespace tierkv::store {
 namespace {
 
-bool is_sound(RangeCheck check, const uint8_t* from, int64_t bytes) {
-  if (check == RangeCheck::kFinite) return are_finite(from, bytes);
-  return check == RangeCheck::kNone || are_params(from, bytes);
+bool is_sound(const CheckedBytes& checked, const uint8_t* range) {
+  const uint8_t* const from = range + checked.first;
+  const int32_t bytes = checked.end - checked.first;
+  if (checked.check == RangeCheck::kFinite) return are_finite(from, bytes);
+  return checked.check == RangeCheck::kNone || are_params(from, bytes);
 }
 
 bool copy_ranges(const PageRanges& ranges) {
   for (const PageRange& range : ranges) {
     if (range.from == nullptr) {
-      std::fill_n(range.page, range.bytes, uint8_t{0});
+      std::fill_n(range.to, range.bytes, uint8_t{0});
       continue;
     }
-    if (!is_sound(range.check, range.from, range.bytes)) return false;
-    std::copy_n(range.from, range.bytes, range.page);
+    if (!is_sound(range.keys, range.from) || !is_sound(range.values, range.from)) return false;
+    std::copy_n(range.from, range.bytes, range.to);
   }
   return true;
 }
@@ -115,45 +117,32 @@ int32_t threads_of(const CacheLayout& layout, const LayerTokens& at) {
 
 }  // namespace
 
-std::vector<ExportedBody> HostPlace::export_bodies(const LayerMoves& layers) const {
-  const int64_t heads = config_.layout.num_kv_heads;
-  std::vector<ExportedBody> bodies(layers.size() * heads);
-  parallel_for(static_cast<int64_t>(bodies.size()), threads_of(config_.layout, layers[0].from),
-               [&](int64_t row) {
-                 bodies[row] = format_->export_body(layer_of(layers[row / heads]),
-                                                    static_cast<int32_t>(row % heads));
-               });
-  return bodies;
-}
-
-SequenceSource HostPlace::describe(const LayerMoves& layers,
-                                   const std::vector<ExportedBody>& bodies) const {
+SequenceSource HostPlace::describe(const LayerMoves& layers) const {
   SequenceSource source;
-  const size_t heads = config_.layout.num_kv_heads;
-  for (size_t row = 0; row < bodies.size(); ++row) {
-    const LayerMove& move = layers[row / heads];
-    if (row % heads == 0) {
-      source.layers.push_back(move.from);
-      source.shared.push_back(format_->export_shared(layer_of(move)));
+  for (const LayerMove& move : layers) {
+    const HostLayer layer = layer_of(move);
+    source.layers.push_back(move.from);
+    source.shared.push_back(format_->export_shared(layer));
+    for (int32_t h = 0; h < config_.layout.num_kv_heads; ++h) {
+      source.part_bytes.push_back(raw_part_bytes(move.from));
+      source.part_bytes.push_back(format_->body_bytes(layer, h));
     }
-    source.part_bytes.push_back(raw_part_bytes(move.from));
-    source.part_bytes.push_back(bodies[row].bytes());
   }
   return source;
 }
 
 Result<SequenceSource> HostPlace::export_parts(const LayerMoves& layers) {
-  const auto bodies = std::make_shared<const std::vector<ExportedBody>>(export_bodies(layers));
-  SequenceSource source = describe(layers, *bodies);
-  const int32_t heads = config_.layout.num_kv_heads;
-  const int32_t threads = threads_of(config_.layout, layers[0].from);
-  source.write = [this, layers, bodies, sizes = source.part_bytes, threads, heads](
-                     const std::vector<uint8_t*>& parts, std::vector<uint64_t>* checksums) {
-    parallel_for(static_cast<int64_t>(bodies->size()), threads, [&](int64_t row) {
-      const ExportedBody& body = (*bodies)[row];
-      export_raw(layers[row / heads], static_cast<int32_t>(row % heads), parts[2 * row]);
+  SequenceSource source = describe(layers);
+  source.write = [this, layers, sizes = source.part_bytes](const std::vector<uint8_t*>& parts,
+                                                           std::vector<uint64_t>* checksums) {
+    const int64_t heads = config_.layout.num_kv_heads, rows = heads * config_.layout.num_layers;
+    parallel_for(rows, threads_of(config_.layout, layers[0].from), [&](int64_t row) {
+      const LayerMove& move = layers[row / heads];
+      const auto h = static_cast<int32_t>(row % heads);
+      const ExportedBody body = format_->export_body(layer_of(move), h);
+      export_raw(move, h, parts[2 * row]);
       uint8_t* to = std::copy(body.head.begin(), body.head.end(), parts[2 * row + 1]);
-      for (const PageRange& range : body.pages) to = std::copy_n(range.page, range.bytes, to);
+      for (const PageRange& range : body.pages) to = std::copy_n(range.from, range.bytes, to);
       for (int64_t part = 2 * row; part < 2 * row + 2; ++part) {
         const auto padded = static_cast<int64_t>(align_chunk(sizes[part]));
         std::fill(parts[part] + sizes[part], parts[part] + padded, uint8_t{0});
@@ -186,7 +175,7 @@ Result<std::vector<HostPlace::LayerImport>> HostPlace::plan_imports(int32_t slot
     if (plan) imports[l].plan = std::move(*plan);
     return plan.status();
   };
-  const int32_t threads = threads_of(config_.layout, parts.layers[0]);
+  const int32_t threads = decodes_later ? 1 : threads_of(config_.layout, parts.layers[0]);
   Status s = try_parallel_for(config_.layout.num_layers, threads, plan_layer);
   if (!s) return s;
   return imports;
@@ -215,8 +204,9 @@ Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
       Status s = import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[l * heads + h]);
       if (!s) return s;
     }
-    const bool sound = copy_ranges(format_->place_import(layer, plan));
-    return import_status(sound ? ImportFault::kNone : ImportFault::kBody, l);
+    const Result<PageRanges> ranges = format_->place_import(layer, plan);
+    if (!ranges) return ranges.status().with_context("layer " + std::to_string(l));
+    return import_status(copy_ranges(*ranges) ? ImportFault::kNone : ImportFault::kBody, l);
   };
   const auto bring_all = [&](const std::vector<LayerImport>& imports) {
     std::vector<HostLayer> layers;

@@ -94,7 +94,7 @@ struct SequenceSource {
   // [2 * rows]: of the raw tokens of row layer * num_kv_heads + kv_head, then of its body.
   std::vector<int64_t> part_bytes;
   // Writes each part to its place [2 * rows] and zeros behind it up to a multiple of 16, and finds
-  // the checksums of both together. Parts of a layer lie one behind the other.
+  // the checksums of both together. Parts lie one behind the other.
   std::function<Status(const std::vector<uint8_t*>& parts, std::vector<uint64_t>* checksums)> write;
 };
 

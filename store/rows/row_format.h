@@ -74,18 +74,24 @@ struct BodyPlan {
   std::vector<LayerPlan> layers;  // [works]
 };
 
-// Bytes that are the same on a page and in a sequence. All numbers and addresses are multiples of 16,
-// those in a sequence from the body's first byte on.
+// What an import must find in bytes of fp16, or refuse the sequence.
 enum class RangeCheck : int32_t {
   kNone,
-  kFinite,  // fp16
-  kParams,  // fp16 pairs of scale and zero point (codec/format/sound_halves.h)
+  kFinite,
+  kParams,  // pairs of scale and zero point (codec/format/sound_halves.h)
 };
+struct CheckedBytes {
+  int32_t first = 0, end = 0;  // from the range's first byte on
+  RangeCheck check = RangeCheck::kNone;
+};
+// Bytes that are the same on a page and in a sequence: from the page to where the place writes, or
+// from the sequence to the page. All numbers and addresses are multiples of 16, those in a sequence
+// from the body's first byte on.
 struct PageRange {
-  uint8_t* page = nullptr;
-  const uint8_t* from = nullptr;  // of an import: where they are; null: they are zeros
+  const uint8_t* from = nullptr;  // null: zeros
+  uint8_t* to = nullptr;
   int64_t bytes = 0;
-  RangeCheck check = RangeCheck::kNone;  // what an import must find, or refuse the sequence
+  CheckedBytes keys = {}, values = {};  // what of them is to be checked
 };
 using PageRanges = std::vector<PageRange>;
 // A body as it leaves: `head` [a multiple of 16], then the ranges one behind the other.
@@ -93,14 +99,9 @@ struct ExportedBody {
   std::vector<uint8_t> head;
   PageRanges pages;
 
-  int64_t bytes() const {
-    auto sum = static_cast<int64_t>(head.size());
-    for (const PageRange& range : pages) sum += range.bytes;
-    return sum;
-  }
   // Joins what lies together.
-  void add(uint8_t* page, int64_t bytes) {
-    if (!pages.empty() && pages.back().page + pages.back().bytes == page) {
+  void add(const uint8_t* page, int64_t bytes) {
+    if (!pages.empty() && pages.back().from + pages.back().bytes == page) {
       pages.back().bytes += bytes;
     } else {
       pages.push_back({page, nullptr, bytes});
@@ -165,15 +166,16 @@ class RowFormat {
   virtual std::vector<uint8_t> identity() const = 0;
   // What the bodies of this layer need beside themselves (codebooks); may be empty.
   virtual std::vector<uint8_t> export_shared(const HostLayer& /*layer*/) const { return {}; }
-  // Any number of threads at once, and pages need not be in host memory: it reads the state alone.
+  // These two read the state alone: pages need not be in host memory. Any number of threads at once.
+  virtual int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const = 0;
   virtual ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const = 0;
   // The inverse, in three parts. kCorrupt: the bytes are hostile; everything that read() relies on
-  // is checked, but for what place_import() asks of its ranges. The bytes stay where they are until
-  // these are copied. Any number of threads at once.
+  // is checked by the first two, but for what ranges are to be checked for. The bytes stay where
+  // they are until the ranges are copied. Any number of threads at once.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
   // The table holds what the plan of one layer asked for: makes the state and tells where bytes go.
   // It touches no page. For different layers, any number of threads at once.
-  virtual PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) = 0;
+  virtual Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) = 0;
   // The bytes are there, and sound: what serves all sequences follows.
   virtual void finish_import(const BodyPlan& /*plan*/) {}
 };

@@ -151,6 +151,8 @@ Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& ide
   for (int32_t l = 0; l < config.layout.num_layers; ++l) {
     const auto bytes = static_cast<int64_t>(source.shared[l].size());
     if (bytes > 0) shared[l] = plan.add(key_of(ChunkKind::kCodebook, l, kNotApplicable), bytes);
+  }
+  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
     for (int32_t h = 0; h < heads; ++h) {
       for (const ChunkKind kind : {ChunkKind::kStoreRow, ChunkKind::kStorePage}) {
         parts.push_back(plan.add(key_of(kind, l, h), source.part_bytes[parts.size()]));
@@ -213,9 +215,8 @@ Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& 
         Status s = chunks.find(key_of(kind, l, h), body ? &parts.bodies[i] : &parts.raw[i],
                                &row_chunks.emplace_back());
         if (!s) return s;
-        const bool is_first = h == 0 && !body;
-        if (!is_first && row_chunks.back() != row_chunks[row_chunks.size() - 2] + 1) {
-          return corrupt("the parts of a layer do not follow each other");
+        if (row_chunks.back() != row_chunks.front() + static_cast<int64_t>(row_chunks.size()) - 1) {
+          return corrupt("the parts of rows do not follow each other");
         }
       }
     }

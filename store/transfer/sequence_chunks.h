@@ -5,6 +5,7 @@
 //   kModel                   layout, rotation
 //   kStore                   format, sinks, window, tokens, where the body ends, the profile
 //   kCodebook                of a layer: what its bodies share, where they do
+// and of every row, one behind the other:
 //   kStoreRow                raw tokens of a (layer, kv_head), sinks first, and their scores
 //   kStorePage               body of a (layer, kv_head)
 #pragma once

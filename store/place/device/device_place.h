@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <vector>
 
 #include "store/engine/engine.h"
@@ -108,11 +107,8 @@ class DevicePlace final : public Place {
   // Of all layers, to the mirror or from there.
   Status copy_states(int32_t slot, bool comes) const;
   Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans);
-  Status begin_link(std::span<const int64_t> part_bytes);
-  LinkLayer link_layer(const LayerMove& move, std::span<const int64_t> part_bytes,
-                       uint8_t* host) const;
-  Status send_layers(const LayerMoves& layers, const std::vector<ExportedBody>& bodies,
-                     const std::vector<int64_t>& sizes, const std::vector<uint8_t*>& parts);
+  Status send_layers(int32_t slot, const LayerMoves& layers, const std::vector<int64_t>& sizes,
+                     const std::vector<uint8_t*>& parts);
   uint64_t checksum_of(int64_t part, int64_t bytes, const uint8_t* at) const;
   Status import_opened(int32_t slot, const SequenceParts& parts);
   Status receive_layers(int32_t slot, const SequenceParts& parts,

@@ -140,22 +140,6 @@ Status DevicePlace::copy_states(int32_t slot, bool comes) const {
   return cuda_status(error, "states");
 }
 
-Status DevicePlace::begin_link(std::span<const int64_t> part_bytes) {
-  const size_t of_layer = size_t{2} * config_.layout.num_kv_heads;
-  int64_t most = 0;
-  for (size_t at = 0; at < part_bytes.size(); at += of_layer) {
-    most = std::max(most, padded_bytes(part_bytes.subspan(at, of_layer)));
-  }
-  return link_->begin(config_.layout.num_layers, static_cast<int32_t>(of_layer), most);
-}
-
-LinkLayer DevicePlace::link_layer(const LayerMove& move, std::span<const int64_t> part_bytes,
-                                  uint8_t* host) const {
-  const size_t of_layer = size_t{2} * config_.layout.num_kv_heads;
-  return {host, part_bytes.subspan(move.layer * of_layer, of_layer), move.slot, move.layer,
-          move.from};
-}
-
 // States come first, for they say what there is.
 Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   if (Status s = enter("export_sequence", false); !s) return s;
@@ -165,11 +149,10 @@ Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   if (Status s = wait(); !s) return s;
   LayerMoves moves = layers;
   for (LayerMove& move : moves) move.slot = 0;
-  const auto bodies = std::make_shared<std::vector<ExportedBody>>(mirror_->export_bodies(moves));
-  SequenceSource source = mirror_->describe(moves, *bodies);
-  source.write = [this, layers, bodies, sizes = source.part_bytes](
+  SequenceSource source = mirror_->describe(moves);
+  source.write = [this, slot = layers[0].slot, moves, sizes = source.part_bytes](
                      const std::vector<uint8_t*>& parts, std::vector<uint64_t>* checksums) {
-    Status s = send_layers(layers, *bodies, sizes, parts);
+    Status s = send_layers(slot, moves, sizes, parts);
     if (!s) (void)link_->finish();
     for (size_t i = 0; s && i < parts.size(); ++i) {
       (*checksums)[i] = checksum_of(static_cast<int64_t>(i), sizes[i], parts[i]);
@@ -180,24 +163,26 @@ Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
 }
 
 // Memory that is not pinned gets its bytes from such as is, by several threads.
-Status DevicePlace::send_layers(const LayerMoves& layers, const std::vector<ExportedBody>& bodies,
+Status DevicePlace::send_layers(int32_t slot, const LayerMoves& layers,
                                 const std::vector<int64_t>& sizes,
                                 const std::vector<uint8_t*>& parts) {
-  const int64_t heads = config_.layout.num_kv_heads;
-  if (Status s = begin_link(sizes); !s) return s;
-  const int64_t bytes = parts.back() - parts[0] + round_up(sizes.back(), 16);
+  const int32_t heads = config_.layout.num_kv_heads;
+  const int64_t bytes = padded_bytes(sizes);
   uint8_t* pinned = parts[0];
   if (!is_pinned(parts[0], bytes)) {
     const Result<uint8_t*> memory = link_->host_memory(bytes);
     if (!memory) return memory.status();
     pinned = *memory;
   }
+  if (Status s = link_->begin(sizes, pinned, false); !s) return s;
+  std::vector<ExportedBody> bodies(heads);
   for (const LayerMove& move : layers) {
-    const int64_t row = move.layer * heads;
-    uint8_t* const host = pinned + (parts[2 * row] - parts[0]);
-    Status s = link_->send(link_layer(move, sizes, host), std::span(bodies).subspan(row, heads));
-    if (!s) return s;
+    for (int32_t h = 0; h < heads; ++h) {
+      bodies[h] = mirror_->format()->export_body(mirror_->layer_of(move), h);
+    }
+    if (Status s = link_->send(slot, move.from, bodies); !s) return s;
   }
+  if (Status s = link_->flush(); !s) return s;
   if (pinned != parts[0]) {
     const OnDevice on_device;
     Status s = try_parallel_for(
@@ -245,8 +230,8 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   return named ? finished : named.status();
 }
 
-// Threads find where the bytes of a layer go, and copy them to memory that is pinned where the
-// caller's is not. The one that completes the next layer gives it to the link.
+// Memory that is not pinned is copied to such as is, by several threads. The one that completes the
+// next layer gives it to the link.
 Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts,
                                    const std::vector<HostPlace::LayerImport>& imports) {
   const int64_t heads = config_.layout.num_kv_heads, num_layers = config_.layout.num_layers;
@@ -255,34 +240,36 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts,
     sizes.push_back(static_cast<int64_t>(parts.raw[row].size()));
     sizes.push_back(static_cast<int64_t>(parts.bodies[row].size()));
   }
-  if (Status s = begin_link(sizes); !s) return s;
+  const int64_t bytes = padded_bytes(sizes);
   const uint8_t* const first = parts.raw[0].data();
-  const int64_t bytes = parts.bodies.back().data() - first + round_up(sizes.back(), 16);
   // The link reads it.
   uint8_t* pinned = const_cast<uint8_t*>(first);
-  if (!is_pinned(first, bytes)) {
+  const bool is_direct = is_pinned(first, bytes);
+  if (!is_direct) {
     const Result<uint8_t*> memory = link_->host_memory(bytes);
     if (!memory) return memory.status();
     pinned = *memory;
   }
+  if (Status s = link_->begin(sizes, pinned, true); !s) return s;
   const OnDevice on_device;
   std::mutex mutex;
   std::vector<PageRanges> ranges(num_layers);
   std::vector<uint8_t> is_there(num_layers);
   int64_t next = 0;
-  Status s = try_parallel_for(num_layers, threads_for(bytes), [&](int64_t layer) {
-    ranges[layer] = mirror_->format()->place_import(imports[layer].layer, *imports[layer].plan);
-    const std::span<const int64_t> of_layer = std::span(sizes).subspan(2 * layer * heads, 2 * heads);
-    const uint8_t* from = parts.raw[layer * heads].data();
-    if (pinned != first) std::copy_n(from, padded_bytes(of_layer), pinned + (from - first));
+  Status s = try_parallel_for(num_layers, is_direct ? 1 : threads_for(bytes), [&](int64_t layer) {
+    Result<PageRanges> placed =
+        mirror_->format()->place_import(imports[layer].layer, *imports[layer].plan);
+    if (!placed) return placed.status().with_context("layer " + std::to_string(layer));
+    const uint8_t* const from = parts.raw[layer * heads].data();
+    const auto of_layer = std::span(sizes).subspan(2 * layer * heads, 2 * heads);
+    if (!is_direct) std::copy_n(from, padded_bytes(of_layer), pinned + (from - first));
     const std::lock_guard<std::mutex> lock(mutex);
+    ranges[layer] = std::move(*placed);
     is_there[layer] = 1;
     for (; next < num_layers && is_there[next] != 0; ++next) {
-      const LayerMove move = {slot, static_cast<int32_t>(next), parts.layers[next], {}};
       const uint8_t* const at = parts.raw[next * heads].data();
       Status sent = on_device([&] {
-        return link_->receive(link_layer(move, sizes, pinned + (at - first)), at, ranges[next],
-                              prunes_);
+        return link_->receive(slot, parts.layers[next], at, ranges[next], prunes_);
       });
       if (!sent) return sent;
       ranges[next] = {};

@@ -13,21 +13,15 @@ namespace tierkv::store {
 
 inline constexpr int32_t kLinkThreads = 128;
 
-// Bytes that are copied as they are. All are multiples of 16.
-struct LinkRange {
-  const uint8_t* from = nullptr;  // device, or mapped host memory; null: zeros
-  uint8_t* to = nullptr;
-  int32_t bytes = 0;
-  RangeCheck check = RangeCheck::kNone;
-};
 struct LinkRanges {
-  const LinkRange* ranges = nullptr;  // [a CTA each], mapped host memory
+  const PageRange* ranges = nullptr;  // [a CTA each], mapped host memory; addresses of the device
   int32_t layer = 0;
   int32_t* fault = nullptr;  // the least link_fault()
 };
 inline constexpr int32_t kNoLinkFault = 0x7f7f7f7f;
+inline constexpr int32_t kLinkFaults = 4;  // kinds
 TKV_HD constexpr int32_t link_fault(int32_t layer, ImportFault fault) {
-  return layer * 4 + static_cast<int32_t>(fault);
+  return layer * kLinkFaults + static_cast<int32_t>(fault);
 }
 
 struct LinkRaw {
@@ -45,8 +39,8 @@ struct LinkRaw {
 
 // Bit 15 of each half is set unless it is as `check` wants it.
 __device__ __forceinline__ uint32_t unsound_halves(uint32_t x, RangeCheck check) {
-  const uint32_t not_finite = (x & 0x7c007c00u) + 0x04000400u;
   if (check == RangeCheck::kNone) return 0;
+  const uint32_t not_finite = (x & 0x7c007c00u) + 0x04000400u;
   return not_finite | (check == RangeCheck::kParams ? x & 0x8000u : 0);
 }
 
@@ -54,10 +48,10 @@ inline __global__ void __launch_bounds__(kLinkThreads)
     link_ranges_kernel(const __grid_constant__ LinkRanges c) {
   wait_for_previous_kernel();
   constexpr int32_t kLoads = 4;
-  const LinkRange range = c.ranges[blockIdx.x];
+  const PageRange range = c.ranges[blockIdx.x];
   const auto* from = reinterpret_cast<const uint4*>(range.from);
   auto* to = reinterpret_cast<uint4*>(range.to);
-  const int32_t words = range.bytes / 16;
+  const auto words = static_cast<int32_t>(range.bytes / 16);
   uint32_t wrong = 0;
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < words; i += kLoads * kLinkThreads) {
     uint4 x[kLoads];
@@ -68,8 +62,11 @@ inline __global__ void __launch_bounds__(kLinkThreads)
     for (int32_t j = 0; j < kLoads; ++j) {
       const int32_t word = i + j * kLinkThreads;
       if (word < words) to[word] = x[j];
-      for (const uint32_t y : {x[j].x, x[j].y, x[j].z, x[j].w}) {
-        wrong |= unsound_halves(y, range.check);
+      for (const CheckedBytes& checked : {range.keys, range.values}) {
+        if (16 * word < checked.first || 16 * word >= checked.end) continue;
+        for (const uint32_t y : {x[j].x, x[j].y, x[j].z, x[j].w}) {
+          wrong |= unsound_halves(y, checked.check);
+        }
       }
     }
   }

@@ -2,7 +2,6 @@
 #include "store/place/device/sequence_link.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -12,21 +11,13 @@
 namespace tierkv::store {
 namespace {
 
+constexpr int64_t kGroupBytes = int64_t{4} << 20;  // that layers go in at least
 constexpr int64_t kListBytes = int64_t{1} << 20;
 constexpr int64_t kHostStep = int64_t{32} << 20;
 constexpr int64_t kRangeBytes = int64_t{16} << 10;  // that a CTA takes
 
 cudaEvent_t event_of(const std::shared_ptr<void>& event) {
   return static_cast<cudaEvent_t>(event.get());
-}
-
-// As ranges that a CTA each takes.
-void add_range(const uint8_t* from, uint8_t* to, int64_t bytes, RangeCheck check,
-               std::vector<LinkRange>* ranges) {
-  for (int64_t at = 0; at < bytes; at += kRangeBytes) {
-    ranges->push_back({from == nullptr ? nullptr : from + at, to + at,
-                       static_cast<int32_t>(std::min(kRangeBytes, bytes - at)), check});
-  }
 }
 
 }  // namespace
@@ -66,24 +57,50 @@ SequenceLink::~SequenceLink() {
   (void)cudaStreamDestroy(copies_);
 }
 
-Status SequenceLink::begin(int32_t num_layers, int32_t parts_of_layer, int64_t layer_bytes) {
+Status SequenceLink::begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes) {
+  moves_.clear();
   if (Status s = finish(); !s) return s;
+  const int64_t of_layer = int64_t{2} * view_.num_kv_heads;
+  int64_t most = 0, bytes = 0;
+  for (size_t i = 0; i < part_bytes.size(); ++i) {
+    if (i % of_layer == 0) bytes = 0;
+    bytes += round_up(part_bytes[i], 16);
+    most = std::max(most, bytes);
+  }
+  const auto num_parts = static_cast<int64_t>(part_bytes.size());
+  if (Status s = allocate(most + kGroupBytes, num_parts); !s) return s;
   list_ = 0;
   list_bytes_ = 0;
-  layer_ = 0;
-  if (layer_bytes > layer_bytes_ || memory_ == nullptr) {
-    memory_ = std::make_unique<DeviceMemory>("a layer of a sequence that is exported or imported");
-    layer_bytes_ = 0;
+  const Result<ChecksumChunk*> parts = take<ChecksumChunk>(num_parts);
+  const Result<uint64_t*> checksums = take<uint64_t>(num_parts);
+  if (!parts || !checksums) return parts ? checksums.status() : parts.status();
+  parts_ = *parts;
+  checksums_ = *checksums;
+  for (int64_t i = 0; i < num_parts; ++i) parts_[i] = {0, round_up(part_bytes[i], 16), 0};
+  host_ = host;
+  comes_ = comes;
+  group_of_.clear();
+  group_ = 0;
+  first_part_ = group_bytes_ = group_blocks_ = 0;
+  return cuda_status(cudaMemsetAsync(device_fault_, 0x7f, sizeof(int32_t), stream_), "link");
+}
+
+Status SequenceLink::allocate(int64_t group_bytes, int64_t num_parts) {
+  if (group_bytes > staged_bytes_) {
+    memory_ = std::make_unique<DeviceMemory>("layers of a sequence that is exported or imported");
+    staged_bytes_ = 0;
+    device_fault_ = nullptr;
     for (uint8_t*& staged : staged_) {
-      if (Status s = memory_->take(layer_bytes, &staged); !s) return s;
+      if (Status s = memory_->take(group_bytes, &staged); !s) return s;
     }
-    num_blocks_ = layer_bytes / kChecksumBlock + parts_of_layer;
-    if (Status s = memory_->take(num_blocks_ * kChecksumLanes, &sums_); !s) return s;
+    // Every part has one block that is not full.
+    const int64_t blocks = group_bytes / kChecksumBlock + num_parts;
+    if (Status s = memory_->take(blocks * kChecksumLanes, &sums_); !s) return s;
     if (Status s = memory_->take(1, &device_fault_); !s) return s;
-    layer_bytes_ = layer_bytes;
+    staged_bytes_ = group_bytes;
   }
-  for (std::vector<Event>* events : {&staged_events_, &done_events_}) {
-    while (events->size() < static_cast<size_t>(num_layers)) {
+  for (std::vector<Event>* events : {&between_, &done_}) {
+    while (static_cast<int32_t>(events->size()) < view_.num_layers) {
       cudaEvent_t event = nullptr;
       const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
       if (Status s = cuda_status(error, "event"); !s) return s;
@@ -92,23 +109,19 @@ Status SequenceLink::begin(int32_t num_layers, int32_t parts_of_layer, int64_t l
       });
     }
   }
-  const Result<uint64_t*> checksums = take<uint64_t>(int64_t{num_layers} * parts_of_layer);
-  if (!checksums) return checksums.status();
-  checksums_ = *checksums;
-  static_assert(kNoLinkFault == 0x7f7f7f7f);
-  return cuda_status(cudaMemsetAsync(device_fault_, 0x7f, sizeof(int32_t), stream_), "link");
+  return Status::ok();
 }
 
 Result<uint8_t*> SequenceLink::host_memory(int64_t bytes) {
   if (bytes > host_bytes_) {
-    host_ = nullptr;
+    host_memory_ = nullptr;
     host_bytes_ = 0;
     const Result<PinnedMemory> memory = pinned_memory(round_up(bytes, kHostStep));
     if (!memory) return memory.status();
-    host_ = *memory;
+    host_memory_ = *memory;
     host_bytes_ = round_up(bytes, kHostStep);
   }
-  return static_cast<uint8_t*>(host_.get());
+  return static_cast<uint8_t*>(host_memory_.get());
 }
 
 template <class T>
@@ -129,163 +142,202 @@ Result<T*> SequenceLink::take(int64_t count) {
   return reinterpret_cast<T*>(at);
 }
 
+template <class T>
+Result<const T*> SequenceLink::put(const T* from, int64_t count) {
+  const Result<T*> to = take<T>(count);
+  if (!to) return to.status();
+  std::copy_n(from, count, *to);
+  return static_cast<const T*>(*to);
+}
+
 Status SequenceLink::order(cudaStream_t before, const Event& event, cudaStream_t after) const {
   cudaError_t error = cudaEventRecord(event_of(event), before);
   if (error == cudaSuccess) error = cudaStreamWaitEvent(after, event_of(event), 0);
   return cuda_status(error, "link");
 }
 
-Result<SequenceLink::Staged> SequenceLink::stage(const LinkLayer& layer) {
-  const auto count = static_cast<int64_t>(layer.part_bytes.size());
-  const Result<ChecksumChunk*> parts = take<ChecksumChunk>(count);
-  if (!parts) return parts.status();
-  Staged staged = {staged_[layer_ % 2], *parts, 0};
-  int64_t blocks = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const ChecksumChunk part = {staged.size, round_up(layer.part_bytes[i], 16), blocks};
-    staged.parts[i] = part;
-    staged.size += part.bytes;
-    blocks += part.bytes / kChecksumBlock + 1;
+Result<uint8_t*> SequenceLink::join(int32_t slot, LayerTokens at) {
+  const auto layer = static_cast<int32_t>(group_of_.size());
+  const int64_t of_layer = int64_t{2} * view_.num_kv_heads, part = layer * of_layer;
+  uint8_t* const staged = staged_[group_ % 2] + group_bytes_;
+  for (int64_t i = part; i < part + of_layer; ++i) {
+    parts_[i].first = group_bytes_;
+    parts_[i].first_block = group_blocks_;
+    group_bytes_ += parts_[i].bytes;
+    group_blocks_ += parts_[i].bytes / kChecksumBlock + 1;
   }
+  group_of_.push_back(group_);
+  LinkRaw raw;
+  raw.raw = view_.raw;
+  raw.laws = view_.laws;
+  raw.at = at;
+  raw.rows = view_.slots.raw(slot, layer);
+  raw.bytes = staged_[group_ % 2];
+  raw.parts = parts_ + part;
+  raw.layer = layer;
+  raw.comes = comes_;
+  raw.fault = device_fault_;
+  moves_.push_back({raw, {nullptr, layer, device_fault_}, 0});
   return staged;
 }
 
-Status SequenceLink::move_raw(const LinkLayer& layer, const Staged& staged, bool comes,
-                              bool can_prune) const {
-  LinkRaw call;
-  call.raw = view_.raw;
-  call.laws = view_.laws;
-  call.at = layer.at;
-  call.rows = view_.slots.raw(layer.slot, layer.layer);
-  call.bytes = staged.bytes;
-  call.parts = staged.parts;
-  call.layer = layer.layer;
-  call.comes = comes;
-  call.can_prune = can_prune;
-  call.fault = device_fault_;
-  const int64_t tokens = sink_count(call.laws, call.at) + ring_count(call.laws, call.at);
-  if (tokens == 0) return Status::ok();
-  constexpr int64_t kOfThread = 16, kMostCtas = 256;
-  const int64_t ctas = std::min(
-      kMostCtas, tokens * 2 * call.raw.head_dim / (kOfThread * kLinkThreads) + 1);
-  const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(view_.num_kv_heads));
-  return launch_after_previous(link_raw_kernel, grid, kLinkThreads, 0, stream_, call);
-}
-
-Status SequenceLink::copy_ranges(const std::vector<LinkRange>& ranges) {
-  if (ranges.empty()) return Status::ok();
-  const Result<LinkRange*> list = take<LinkRange>(static_cast<int64_t>(ranges.size()));
+// Ranges that are not checked may be long.
+Status SequenceLink::add_ranges(const PageRanges& ranges) {
+  const auto pieces_of = [](const PageRange& range) {
+    const bool is_checked = range.keys.end > 0 || range.values.end > 0;
+    return is_checked ? 1 : (range.bytes + kRangeBytes - 1) / kRangeBytes;
+  };
+  int64_t count = 0;
+  for (const PageRange& range : ranges) count += pieces_of(range);
+  const Result<PageRange*> list = take<PageRange>(count);
   if (!list) return list.status();
-  std::copy(ranges.begin(), ranges.end(), *list);
-  const LinkRanges call = {*list, layer_, device_fault_};
-  return launch_after_previous(link_ranges_kernel, static_cast<uint32_t>(ranges.size()),
-                               kLinkThreads, 0, stream_, call);
-}
-
-Status SequenceLink::find_checksums(const LinkLayer& layer, const Staged& staged) const {
-  const auto count = static_cast<uint32_t>(layer.part_bytes.size());
-  ChecksumCall call;
-  call.bytes = staged.bytes;
-  call.chunks = staged.parts;
-  call.sums = sums_;
-  call.checksums = checksums_ + int64_t{layer_} * count;
-  call.keys = xxh3_keys();
-  int64_t most_blocks = 0;
-  for (uint32_t i = 0; i < count; ++i) {
-    most_blocks = std::max(most_blocks, staged.parts[i].bytes / kChecksumBlock + 1);
-  }
-  constexpr int64_t kOfWarp = 4, kMostCtas = 128;
-  const int64_t ctas = std::min(kMostCtas, most_blocks / (kOfWarp * kChecksumWarps) + 1);
-  const dim3 grid(static_cast<uint32_t>(ctas), count);
-  Status s = launch_after_previous(sum_blocks_kernel, grid, 32 * kChecksumWarps, 0, stream_, call);
-  return s ? launch_after_previous(chunk_checksum_kernel, count, 32, 0, stream_, call) : s;
-}
-
-Status SequenceLink::send(const LinkLayer& layer, std::span<const ExportedBody> bodies) {
-  const Result<Staged> staged = stage(layer);
-  if (!staged) return staged.status();
-  std::vector<LinkRange> ranges;
-  for (size_t h = 0; h < bodies.size(); ++h) {
-    const std::vector<uint8_t>& head = bodies[h].head;
-    uint8_t* to = staged->bytes + staged->parts[2 * h + 1].first;
-    if (!head.empty()) {
-      const Result<uint8_t*> mapped = take<uint8_t>(static_cast<int64_t>(head.size()));
-      if (!mapped) return mapped.status();
-      std::copy(head.begin(), head.end(), *mapped);
-      add_range(*mapped, to, static_cast<int64_t>(head.size()), RangeCheck::kNone, &ranges);
-      to += head.size();
+  PageRange* to = *list;
+  for (const PageRange& range : ranges) {
+    const int64_t pieces = pieces_of(range);
+    for (int64_t i = 0; i < pieces; ++i, ++to) {
+      *to = range;
+      if (pieces == 1) continue;
+      if (range.from != nullptr) to->from += i * kRangeBytes;
+      to->to += i * kRangeBytes;
+      to->bytes = std::min(kRangeBytes, range.bytes - i * kRangeBytes);
     }
+  }
+  moves_.back().ranges.ranges = *list;
+  moves_.back().num_ranges = count;
+  return group_bytes_ >= kGroupBytes ? flush() : Status::ok();
+}
+
+Status SequenceLink::move_layers() const {
+  const auto heads = static_cast<uint32_t>(view_.num_kv_heads);
+  for (const Move& move : moves_) {
+    const int64_t tokens = sink_count(view_.laws, move.raw.at) + ring_count(view_.laws, move.raw.at);
+    constexpr int64_t kOfThread = 16, kMostCtas = 256;
+    const int64_t ctas =
+        std::min(kMostCtas, tokens * 2 * view_.raw.head_dim / (kOfThread * kLinkThreads) + 1);
+    if (tokens > 0) {
+      const dim3 grid(static_cast<uint32_t>(ctas), heads);
+      Status s = launch_after_previous(link_raw_kernel, grid, kLinkThreads, 0, stream_, move.raw);
+      if (!s) return s;
+    }
+    if (move.num_ranges > 0) {
+      Status s = launch_after_previous(link_ranges_kernel, static_cast<uint32_t>(move.num_ranges),
+                                       kLinkThreads, 0, stream_, move.ranges);
+      if (!s) return s;
+    }
+  }
+  return Status::ok();
+}
+
+Status SequenceLink::find_checksums() const {
+  const int64_t count = static_cast<int64_t>(moves_.size()) * 2 * view_.num_kv_heads;
+  ChecksumCall call;
+  call.bytes = staged_[group_ % 2];
+  call.chunks = parts_ + first_part_;
+  call.sums = sums_;
+  call.checksums = checksums_ + first_part_;
+  call.keys = xxh3_keys();
+  int64_t most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, call.chunks[i].bytes);
+  constexpr int64_t kOfWarp = 4, kMostCtas = 128;
+  const int64_t ctas = std::min(kMostCtas, most / (kChecksumBlock * kOfWarp * kChecksumWarps) + 1);
+  const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(count));
+  Status s = launch_after_previous(sum_blocks_kernel, grid, 32 * kChecksumWarps, 0, stream_, call);
+  return s ? launch_after_previous(chunk_checksum_kernel, static_cast<uint32_t>(count), 32, 0,
+                                   stream_, call)
+           : s;
+}
+
+Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies) {
+  const Result<uint8_t*> staged = join(slot, at);
+  if (!staged) return staged.status();
+  const ChecksumChunk* const parts = moves_.back().raw.parts;
+  PageRanges ranges;
+  for (size_t h = 0; h < bodies.size(); ++h) {
+    uint8_t* to = staged_[group_ % 2] + parts[2 * h + 1].first;
+    const std::vector<uint8_t>& head = bodies[h].head;
+    const Result<const uint8_t*> mapped = put(head.data(), static_cast<int64_t>(head.size()));
+    if (!mapped) return mapped.status();
+    if (!head.empty()) ranges.push_back({*mapped, to, static_cast<int64_t>(head.size())});
+    to += head.size();
     for (const PageRange& range : bodies[h].pages) {
-      add_range(range.page, to, range.bytes, RangeCheck::kNone, &ranges);
+      ranges.push_back({range.from, to, range.bytes});
       to += range.bytes;
     }
   }
-  if (layer_ >= 2) {
-    const cudaError_t error = cudaStreamWaitEvent(stream_, event_of(done_events_[layer_ - 2]), 0);
-    if (Status s = cuda_status(error, "link"); !s) return s;
-  }
-  if (Status s = move_raw(layer, *staged, false, false); !s) return s;
-  if (Status s = copy_ranges(ranges); !s) return s;
-  if (Status s = find_checksums(layer, *staged); !s) return s;
-  if (Status s = order(stream_, staged_events_[layer_], copies_); !s) return s;
-  cudaError_t error =
-      cudaMemcpyAsync(layer.host, staged->bytes, static_cast<size_t>(staged->size),
-                      cudaMemcpyDeviceToHost, copies_);
-  if (error == cudaSuccess) error = cudaEventRecord(event_of(done_events_[layer_]), copies_);
-  ++layer_;
-  return cuda_status(error, "link");
+  return add_ranges(ranges);
 }
 
-Status SequenceLink::receive(const LinkLayer& layer, const uint8_t* from,
+Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from,
                              const PageRanges& ranges, bool can_prune) {
-  const Result<Staged> staged = stage(layer);
+  const int64_t first = group_bytes_;
+  const Result<uint8_t*> staged = join(slot, at);
   if (!staged) return staged.status();
-  std::vector<LinkRange> to;
-  for (const PageRange& range : ranges) {
-    const uint8_t* at = range.from;
-    if (at != nullptr && at >= from && at < from + staged->size) {
-      at = staged->bytes + (at - from);
-    } else if (at != nullptr) {
-      const Result<uint8_t*> mapped = take<uint8_t>(range.bytes);
+  moves_.back().raw.can_prune = can_prune;
+  PageRanges of_device = ranges;
+  for (PageRange& range : of_device) {
+    if (range.from == nullptr) continue;
+    if (range.from >= from && range.from < from + (group_bytes_ - first)) {
+      range.from = *staged + (range.from - from);
+    } else {
+      const Result<const uint8_t*> mapped = put(range.from, range.bytes);
       if (!mapped) return mapped.status();
-      at = std::copy_n(at, range.bytes, *mapped) - range.bytes;
+      range.from = *mapped;
     }
-    add_range(at, range.page, range.bytes, range.check, &to);
   }
-  if (layer_ >= 2) {
-    const cudaError_t error = cudaStreamWaitEvent(copies_, event_of(done_events_[layer_ - 2]), 0);
+  return add_ranges(of_device);
+}
+
+Status SequenceLink::flush() {
+  if (moves_.empty()) return Status::ok();
+  const Event &between = between_[group_], &done = done_[group_];
+  const cudaStream_t first = comes_ ? copies_ : stream_, second = comes_ ? stream_ : copies_;
+  if (group_ >= 2) {
+    const cudaError_t error = cudaStreamWaitEvent(first, event_of(done_[group_ - 2]), 0);
     if (Status s = cuda_status(error, "link"); !s) return s;
   }
-  const cudaError_t error =
-      cudaMemcpyAsync(staged->bytes, layer.host, static_cast<size_t>(staged->size),
-                      cudaMemcpyHostToDevice, copies_);
-  if (Status s = cuda_status(error, "link"); !s) return s;
-  if (Status s = order(copies_, staged_events_[layer_], stream_); !s) return s;
-  if (Status s = find_checksums(layer, *staged); !s) return s;
-  if (Status s = move_raw(layer, *staged, true, can_prune); !s) return s;
-  if (Status s = copy_ranges(to); !s) return s;
-  const cudaError_t done = cudaEventRecord(event_of(done_events_[layer_]), stream_);
-  ++layer_;
-  return cuda_status(done, "link");
+  uint8_t* const staged = staged_[group_ % 2];
+  const auto copy = [&] {
+    const auto bytes = static_cast<size_t>(group_bytes_);
+    return cuda_status(
+        cudaMemcpyAsync(comes_ ? staged : host_, comes_ ? host_ : staged, bytes,
+                        comes_ ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, copies_),
+        "link");
+  };
+  const auto work = [&] {
+    Status s = comes_ ? find_checksums() : move_layers();
+    if (!s) return s;
+    return comes_ ? move_layers() : find_checksums();
+  };
+  if (Status s = comes_ ? copy() : work(); !s) return s;
+  if (Status s = order(first, between, second); !s) return s;
+  if (Status s = comes_ ? work() : copy(); !s) return s;
+  if (Status s = cuda_status(cudaEventRecord(event_of(done), second), "link"); !s) return s;
+  host_ += group_bytes_;
+  first_part_ += static_cast<int64_t>(moves_.size()) * 2 * view_.num_kv_heads;
+  moves_.clear();
+  group_bytes_ = group_blocks_ = 0;
+  ++group_;
+  return Status::ok();
 }
 
 Status SequenceLink::wait_for(int32_t layer) const {
-  return cuda_status(cudaEventSynchronize(event_of(done_events_[layer])), "link");
+  return cuda_status(cudaEventSynchronize(event_of(done_[group_of_[layer]])), "link");
 }
 
 Status SequenceLink::finish() {
-  if (device_fault_ == nullptr) return Status::ok();
+  Status flushed = flush();
+  if (device_fault_ == nullptr) return flushed;
   int32_t fault = kNoLinkFault;
-  cudaError_t error = cudaMemcpyAsync(&fault, device_fault_, sizeof(fault),
-                                      cudaMemcpyDeviceToHost, stream_);
+  cudaError_t error =
+      cudaMemcpyAsync(&fault, device_fault_, sizeof(fault), cudaMemcpyDeviceToHost, stream_);
   for (const cudaStream_t stream : {stream_, copies_}) {
     const cudaError_t waited = cudaStreamSynchronize(stream);
     if (error == cudaSuccess) error = waited;
   }
-  const bool sound = fault == kNoLinkFault;
-  fault_kind_ = sound ? ImportFault::kNone : static_cast<ImportFault>(fault % 4);
-  fault_layer_ = fault / 4;
-  return cuda_status(error, "link");
+  fault_kind_ =
+      fault == kNoLinkFault ? ImportFault::kNone : static_cast<ImportFault>(fault % kLinkFaults);
+  fault_layer_ = fault / kLinkFaults;
+  return flushed ? cuda_status(error, "link") : flushed;
 }
 
 }  // namespace tierkv::store

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The layers of one sequence on their way between a pool in device memory and pinned host memory.
-// Kernels gather a layer's parts in device memory, or scatter them from there, and find their
-// checksums, while one copy carries another layer at the speed of the link.
+// Kernels gather layers in device memory, or scatter them from there, and find the checksums of
+// their parts, while one copy carries other layers at the speed of the link. Small layers go
+// together.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "store/place/device/link_kernels.cuh"
@@ -23,15 +25,6 @@ using PinnedMemory = std::shared_ptr<void>;
 Result<PinnedMemory> pinned_memory(int64_t bytes);
 bool is_pinned(const uint8_t* from, int64_t bytes);
 
-struct LinkLayer {
-  // Pinned: the layer's parts (SequenceSource), one behind the other.
-  uint8_t* host = nullptr;
-  std::span<const int64_t> part_bytes;  // [2 * num_kv_heads]
-  int32_t slot = 0, layer = 0;
-  LayerTokens at;
-};
-
-// Layers are numbered in the order in which they are given.
 class SequenceLink {
  public:
   // kOutOfMemory, kCuda.
@@ -39,18 +32,22 @@ class SequenceLink {
                                                     cudaStream_t stream);
   ~SequenceLink();
 
-  // Before the layers of a sequence, each of `layer_bytes` at most. Waits. kOutOfMemory, kCuda.
-  Status begin(int32_t num_layers, int32_t parts_of_layer, int64_t layer_bytes);
-  // Pinned memory that stays until the next begin(): what callers' memory goes through that is not.
+  // Before the layers of a sequence, which then come in their order. part_bytes: of all its parts
+  // (SequenceSource), which lie one behind the other in pinned memory. Waits. kOutOfMemory, kCuda.
+  Status begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes);
+  // Pinned memory of that size that stays until begin(): what other memory goes through.
   Result<uint8_t*> host_memory(int64_t bytes);
-  Status send(const LinkLayer& layer, std::span<const ExportedBody> bodies);
+  // bodies: [num_kv_heads].
+  Status send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies);
   // `from`: where the caller has the layer's parts, whose ranges come over the link; what ranges
   // find elsewhere is copied.
-  Status receive(const LinkLayer& layer, const uint8_t* from, const PageRanges& ranges,
+  Status receive(int32_t slot, LayerTokens at, const uint8_t* from, const PageRanges& ranges,
                  bool can_prune);
-  // Until a layer that was sent is in host memory. Any thread.
+  // Enqueues what was given.
+  Status flush();
+  // Until a layer that was sent and flushed is in host memory. Any thread.
   Status wait_for(int32_t layer) const;
-  // Waits for all layers.
+  // Flushes and waits for all layers.
   Status finish();
 
   // Afterwards: the checksum of a part, 0 where it is shorter than the device takes; and what is
@@ -62,36 +59,49 @@ class SequenceLink {
   using Event = std::shared_ptr<void>;
   SequenceLink(const DeviceStoreView& view, cudaStream_t stream) : view_(view), stream_(stream) {}
 
+  Status allocate(int64_t group_bytes, int64_t num_parts);
   // `count` of T in mapped memory that stays until the next begin().
   template <class T>
   Result<T*> take(int64_t count);
+  template <class T>
+  Result<const T*> put(const T* from, int64_t count);
+  // The layer joins a group; where its parts are staged.
+  Result<uint8_t*> join(int32_t slot, LayerTokens at);
+  // What the layer that has joined moves.
+  Status add_ranges(const PageRanges& ranges);
+  Status move_layers() const;
+  Status find_checksums() const;
   Status order(cudaStream_t before, const Event& event, cudaStream_t after) const;
-  // The staged bytes of the next layer, and its parts there.
-  struct Staged {
-    uint8_t* bytes = nullptr;
-    ChecksumChunk* parts = nullptr;
-    int64_t size = 0;
-  };
-  Result<Staged> stage(const LinkLayer& layer);
-  Status move_raw(const LinkLayer& layer, const Staged& staged, bool comes, bool can_prune) const;
-  Status copy_ranges(const std::vector<LinkRange>& ranges);
-  Status find_checksums(const LinkLayer& layer, const Staged& staged) const;
 
   DeviceStoreView view_;
   cudaStream_t stream_, copies_ = nullptr;
   std::unique_ptr<DeviceMemory> memory_;
-  int64_t layer_bytes_ = 0, num_blocks_ = 0;
+  int64_t staged_bytes_ = 0;  // of each half of the staged memory
   uint8_t* staged_[2] = {};
   uint64_t* sums_ = nullptr;
   int32_t* device_fault_ = nullptr;
-  std::vector<Event> staged_events_, done_events_;  // [num_layers]
+  std::vector<Event> between_, done_;  // [groups]: its other half may begin; it is over
   std::vector<std::pair<PinnedMemory, int64_t>> lists_;
   size_t list_ = 0;         // that is being filled
   int64_t list_bytes_ = 0;  // of it
-  PinnedMemory host_;
+  PinnedMemory host_memory_;
   int64_t host_bytes_ = 0;
-  uint64_t* checksums_ = nullptr;  // mapped, [parts]
-  int32_t layer_ = 0;              // the next
+
+  // Of the sequence under way.
+  uint8_t* host_ = nullptr;
+  bool comes_ = false;
+  ChecksumChunk* parts_ = nullptr;  // [parts], by their places in a group; mapped
+  uint64_t* checksums_ = nullptr;   // [parts], mapped
+  std::vector<int32_t> group_of_;   // [layers so far]
+  // Of the group that is filled.
+  struct Move {
+    LinkRaw raw;
+    LinkRanges ranges;
+    int64_t num_ranges = 0;
+  };
+  std::vector<Move> moves_;
+  int32_t group_ = 0;
+  int64_t first_part_ = 0, group_bytes_ = 0, group_blocks_ = 0;
   ImportFault fault_kind_ = ImportFault::kNone;
   int32_t fault_layer_ = 0;
 };

@@ -8,7 +8,6 @@
 #include <variant>
 
 #include "codec/format/byte_cursor.h"
-#include "codec/format/sound_halves.h"
 #include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
@@ -193,27 +192,21 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const std::vector<Imp
 }
 
 // Codes of any bits are values where the parameters are finite.
-PageRanges ChannelRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
+Result<PageRanges> ChannelRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
   const auto& bodies = static_cast<const ChannelPlan&>(plan).bodies;
-  const int64_t bytes = block_bytes(layer.layer), values = layout_.v_metadata;
-  const int64_t value_params = int64_t{4} * layout_.tokens;
+  const int32_t bytes = block_bytes(layer.layer), values = layout_.v_metadata;
+  PageRange range = {nullptr, nullptr, bytes, {0, bytes, RangeCheck::kFinite}};
+  if (!is_raw(layer.layer)) {
+    range.keys = {layout_.k_metadata, layout_.v_codes, RangeCheck::kFinite};
+    range.values = {values, values + 4 * layout_.tokens, RangeCheck::kFinite};
+  }
   PageRanges ranges;
   for (int32_t h = 0; h < config_.layout.num_kv_heads; ++h) {
-    for (int32_t b = 0; b * bytes < static_cast<int64_t>(bodies[h].size()); ++b) {
-      uint8_t* const to = block_at(layer, h, b);
-      const uint8_t* const from = bodies[h].data() + b * bytes;
-      const auto add = [&](int64_t first, int64_t end, RangeCheck check) {
-        if (end > first) ranges.push_back({to + first, from + first, end - first, check});
-      };
-      if (is_raw(layer.layer)) {
-        add(0, bytes, RangeCheck::kFinite);
-        continue;
-      }
-      add(0, layout_.k_metadata, RangeCheck::kNone);
-      add(layout_.k_metadata, layout_.v_codes, RangeCheck::kFinite);
-      add(layout_.v_codes, values, RangeCheck::kNone);
-      add(values, values + value_params, RangeCheck::kFinite);
-      add(values + value_params, bytes, RangeCheck::kNone);
+    range.from = bodies[h].data();
+    for (int32_t b = 0; b < static_cast<int32_t>(bodies[h].size() / bytes); ++b) {
+      range.to = block_at(layer, h, b);
+      ranges.push_back(range);
+      range.from += bytes;
     }
   }
   return ranges;

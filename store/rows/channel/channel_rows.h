@@ -37,9 +37,12 @@ class ChannelRows final : public RowFormat {
   }
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
+  int64_t body_bytes(const HostLayer& layer, int32_t) const override {
+    return int64_t{blocks_of(layer.at.body_end)} * block_bytes(layer.layer);
+  }
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
+  Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) override;
 
   // For the same rows in device memory.
   const ChannelBody& body() const { return body_; }

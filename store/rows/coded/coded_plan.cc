@@ -29,7 +29,7 @@ void CodedRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan
   for (const auto& [layer, books] : coded.made) books_[layer] = books;
   for (size_t i = 0; i < layers.size(); ++i) {
     for (const PageRange& range : place_layer(layers[i], coded.drafts[i])) {
-      std::copy_n(range.from, range.bytes, range.page);
+      std::copy_n(range.from, range.bytes, range.to);
     }
   }
 }
@@ -310,7 +310,7 @@ PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draf
     const int32_t b = draft.first_block + static_cast<int32_t>(i) / per_block;
     const CodedBlockRef ref = {static_cast<uint32_t>(offset), static_cast<uint32_t>(units)};
     refs(layer, within / 2, within % 2 == 0 ? Component::kKey : Component::kValue)[b] = ref;
-    ranges.push_back({block_bytes(ref), block.data(), static_cast<int64_t>(block.size())});
+    ranges.push_back({block.data(), block_bytes(ref), static_cast<int64_t>(block.size())});
     used = at + units;
     ends[b] = static_cast<uint32_t>(used);
   }

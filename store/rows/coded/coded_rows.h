@@ -40,9 +40,10 @@ class CodedRows final : public RowFormat {
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
   std::vector<uint8_t> export_shared(const HostLayer& layer) const override;
+  int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
+  Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) override;
   void finish_import(const BodyPlan& plan) override;
 
   // The tokens of a block of one row before they are coded.
@@ -164,6 +165,8 @@ class CodedRows final : public RowFormat {
   // `books`: of the layer where it is fixed, those of the sequence.
   Status import_layer(const ImportWork& work, LayerBooks* books, LayerDraft* draft) const;
   Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft) const;
+  // Of a body before its blocks.
+  int64_t head_bytes(bool fixed, int32_t blocks) const;
   // But for its values.
   Status check_raw_block(std::span<const uint8_t> bytes, int32_t tokens) const;
 

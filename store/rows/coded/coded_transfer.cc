@@ -39,7 +39,21 @@ bool is_tame(const WeightedRow& row) {
 }  // namespace
 
 std::vector<uint8_t> CodedRows::export_shared(const HostLayer& layer) const {
-  return is_fixed(layer) ? serialize_books(books_[layer.layer]) : std::vector<uint8_t>();
+  return is_fixed(layer) ? books_[layer.layer].bytes : std::vector<uint8_t>();
+}
+
+int64_t CodedRows::head_bytes(bool fixed, int32_t blocks) const {
+  return 16 + (fixed ? 16 + int64_t{2} * shape_.head_dim : 0) + round_up(int64_t{8} * blocks, 16);
+}
+
+int64_t CodedRows::body_bytes(const HostLayer& layer, int32_t kv_head) const {
+  const int32_t blocks = block_count(layer.at.body_end);
+  int64_t bytes = head_bytes(is_fixed(layer), blocks);
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const CodedBlockRef* const ref = refs(layer, kv_head, c);
+    for (int32_t b = 0; b < blocks; ++b) bytes += int64_t{ref[b].units} * kUnitBytes;
+  }
+  return bytes;
 }
 
 ExportedBody CodedRows::export_body(const HostLayer& layer, int32_t kv_head) const {
@@ -55,14 +69,15 @@ ExportedBody CodedRows::export_body(const HostLayer& layer, int32_t kv_head) con
     out.u64(0);
     out.bytes(state_at<uint16_t>(layer, shape_.means_byte(kv_head)), shape_.head_dim * 2);
   }
-  for (int32_t b = 0; b < block_count(layer.at.body_end); ++b) {
+  const int32_t blocks = block_count(layer.at.body_end);
+  for (int32_t b = 0; b < blocks; ++b) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       const CodedBlockRef ref = refs(layer, kv_head, c)[b];
       out.u32(ref.units);
       body.add(block_bytes(ref), int64_t{ref.units} * kUnitBytes);
     }
   }
-  body.head.resize(round_up(static_cast<int64_t>(body.head.size()), 16));
+  body.head.resize(head_bytes(is_fixed(layer), blocks));
   return body;
 }
 
@@ -135,14 +150,13 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
   if (!draft->fixed && !raw && work.body_end >= kSampleBlocks * kBlockTokens)
     return corrupt("it is not fixed");
   if (draft->fixed == work.shared.empty()) return corrupt("codebooks without blocks, or without");
-  const LayerBooks& ours = books_[layer].empty() ? *theirs : books_[layer];
-  bool same_books = true;
-  if (draft->fixed) {
+  const LayerBooks& held = books_[layer];
+  const bool same_books = !draft->fixed || held.empty() || std::ranges::equal(held.bytes, work.shared);
+  const bool is_held = !held.empty() && same_books;
+  if (draft->fixed && !is_held) {
     Result<LayerBooks> parsed = parse_books(format_, config_.layout, work.shared);
     if (!parsed) return parsed.status();
     *theirs = std::move(*parsed);
-    const std::vector<uint8_t> own = serialize_books(ours);
-    same_books = std::equal(own.begin(), own.end(), work.shared.begin(), work.shared.end());
   }
   std::vector<WeightedRow> rows;
   std::vector<uint8_t> tame;
@@ -151,8 +165,8 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
     tame.push_back(is_tame(rows[h]));
   }
   // The caller may decode with books that the store has, and with no others.
-  const bool decodes = !work.decodes_later || !same_books || books_[layer].empty() ||
-                       std::count(tame.begin(), tame.end(), 0) > 0;
+  const bool decodes =
+      !work.decodes_later || !is_held || std::count(tame.begin(), tame.end(), 0) > 0;
   std::vector<float> values[2];
   for (std::vector<float>& x : values) x.resize(int64_t{kBlockTokens} * shape_.head_dim);
   float* const x[2] = {values[0].data(), values[1].data()};
@@ -172,14 +186,14 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
     const uint8_t* const bytes[2] = {blocks[0].data(), blocks[1].data()};
     const int64_t size[2] = {static_cast<int64_t>(blocks[0].size()),
                              static_cast<int64_t>(blocks[1].size())};
-    Status s = decode(rows[h], *theirs, bytes, size, range, &codes, tame[h] ? nullptr : x);
+    Status s = decode(rows[h], is_held ? held : *theirs, bytes, size, range, &codes, tame[h] ? nullptr : x);
     if (!s) return corrupt(s.message());
     const auto count = static_cast<size_t>(range.count()) * shape_.head_dim;
     if (!tame[h] && (!all_finite(values[0], count) || !all_finite(values[1], count))) {
       return corrupt("beyond fp32");
     }
     if (same_books) continue;
-    s = encode(ours, h, range.count(), codes, draft);
+    s = encode(held, h, range.count(), codes, draft);
     if (!s) return corrupt(s.message());
   }
   if (!same_books) draft->brought.clear();
@@ -201,17 +215,14 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const std::vector<Impor
 }
 
 // A raw block begins with exponents.
-PageRanges CodedRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
+Result<PageRanges> CodedRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
   const LayerDraft& draft = static_cast<const CodedPlan&>(plan).drafts[0];
   PageRanges ranges = place_layer(layer, draft);
-  if (draft.fixed) return ranges;
-  PageRanges parts;
-  for (const PageRange& raw : ranges) {
-    parts.push_back({raw.page, raw.from, kBlockTokens});
-    parts.push_back({raw.page + kBlockTokens, raw.from + kBlockTokens, raw.bytes - kBlockTokens,
-                     RangeCheck::kFinite});
+  for (PageRange& range : ranges) {
+    if (draft.fixed) break;
+    range.keys = {kBlockTokens, static_cast<int32_t>(range.bytes), RangeCheck::kFinite};
   }
-  return parts;
+  return ranges;
 }
 
 void CodedRows::finish_import(const BodyPlan& plan) {

@@ -28,6 +28,21 @@ Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "codebooks of a layer: " + why);
 }
 
+std::vector<uint8_t> serialize_books(const LayerBooks& books) {
+  std::vector<uint8_t> bytes;
+  ByteWriter out(&bytes);
+  for (const BookChoice& choice : books.choice) {
+    out.u32(static_cast<uint32_t>(choice.family.books.size()));
+    for (const Codebook& book : choice.family.books) {
+      out.u32(static_cast<uint32_t>(codebook_bytes(book)));
+      serialize_codebook(book, &bytes);
+    }
+    out.u32(static_cast<uint32_t>(choice.book_of.size()));
+    for (const uint8_t book : choice.book_of) out.u8(book);
+  }
+  return bytes;
+}
+
 }  // namespace
 
 Result<LayerBooks> make_layer_books(const CodedFormat& format, int32_t head_dim,
@@ -43,22 +58,8 @@ Result<LayerBooks> make_layer_books(const CodedFormat& format, int32_t head_dim,
     if (!choice) return choice.status();
     books.choice[static_cast<int32_t>(c)] = std::move(*choice);
   }
+  books.bytes = serialize_books(books);
   return books;
-}
-
-std::vector<uint8_t> serialize_books(const LayerBooks& books) {
-  std::vector<uint8_t> bytes;
-  ByteWriter out(&bytes);
-  for (const BookChoice& choice : books.choice) {
-    out.u32(static_cast<uint32_t>(choice.family.books.size()));
-    for (const Codebook& book : choice.family.books) {
-      out.u32(static_cast<uint32_t>(codebook_bytes(book)));
-      serialize_codebook(book, &bytes);
-    }
-    out.u32(static_cast<uint32_t>(choice.book_of.size()));
-    for (const uint8_t book : choice.book_of) out.u8(book);
-  }
-  return bytes;
 }
 
 Result<LayerBooks> parse_books(const CodedFormat& format, const CacheLayout& layout,
@@ -94,6 +95,7 @@ Result<LayerBooks> parse_books(const CodedFormat& format, const CacheLayout& lay
     }
   }
   if (!in.at_end()) return corrupt("wrong size");
+  books.bytes = serialize_books(books);
   return books;
 }
 

@@ -15,7 +15,8 @@
 namespace tierkv::store {
 
 struct LayerBooks {
-  BookChoice choice[2];  // by component
+  BookChoice choice[2];        // by component
+  std::vector<uint8_t> bytes;  // as a sequence has them
 
   bool empty() const { return choice[0].family.books.empty(); }
   const BookFamily& family(Component c) const { return choice[static_cast<int32_t>(c)].family; }
@@ -32,7 +33,6 @@ struct LayerSample {
 Result<LayerBooks> make_layer_books(const CodedFormat& format, int32_t head_dim,
                                     const LayerSample& sample);
 
-std::vector<uint8_t> serialize_books(const LayerBooks& books);
 // kCorrupt unless they are as make_layer_books() makes them for the format and shape.
 Result<LayerBooks> parse_books(const CodedFormat& format, const CacheLayout& layout,
                                std::span<const uint8_t> bytes);

@@ -294,6 +294,9 @@ void TiersRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan
 
 void TiersRows::write_state(const HostLayer& layer, int32_t kv_head, const RowDraft& draft) const {
   row_state(layer, kv_head) = draft.row;
+  if (draft.map != nullptr) {
+    std::copy_n(draft.map, bytes_of_map(draft.position), map_of(layer, kv_head));
+  }
   for (size_t t = 0; t < draft.tiers.size(); ++t) {
     set_tier(map_of(layer, kv_head), draft.position + static_cast<int32_t>(t), draft.tiers[t]);
   }

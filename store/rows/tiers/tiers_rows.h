@@ -43,9 +43,10 @@ class TiersRows final : public RowFormat {
   void cut(const HostLayer& layer, int32_t body_end) override;
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
+  int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
+  Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) override;
 
   // For the same rows in device memory: what prepare() made.
   const StoreConfig& config() const { return config_; }
@@ -69,7 +70,8 @@ class TiersRows final : public RowFormat {
   struct RowDraft {
     TiersRow row;                 // afterwards
     int32_t position = 0;         // of the first token that comes
-    std::vector<BodyTier> tiers;  // of each
+    std::vector<BodyTier> tiers;  // of each; of an import empty, for which there is the map
+    const uint8_t* map = nullptr;
     StagedSide sides[2];
   };
   struct TiersPlan final : BodyPlan {

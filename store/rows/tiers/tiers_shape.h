@@ -43,13 +43,18 @@ struct alignas(16) TiersRow {
 };
 static_assert(sizeof(TiersRow) == 32, "a multiple of 16");
 
+// The map of positions before `end`: a multiple of 16.
+TKV_HD constexpr int32_t bytes_of_map(int32_t end) {
+  return (end + 63) / 64 * 16;
+}
+
 struct TiersShape {
   int32_t num_kv_heads = 0;
-  int32_t map_bytes = 0;  // of a row, a multiple of 16
+  int32_t map_bytes = 0;  // of a row
 
   TiersShape() = default;
   TiersShape(int32_t kv_heads, int32_t max_tokens)
-      : num_kv_heads(kv_heads), map_bytes((max_tokens + 63) / 64 * 16) {}
+      : num_kv_heads(kv_heads), map_bytes(bytes_of_map(max_tokens)) {}
   TKV_HD constexpr int64_t row_byte(int32_t kv_head) const {
     return int64_t{kv_head} * (static_cast<int32_t>(sizeof(TiersRow)) + map_bytes);
   }

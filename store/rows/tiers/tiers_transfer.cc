@@ -2,11 +2,11 @@
 // Bodies of tiers as bytes, and back.
 //
 // A body is, little-endian: tokens of its geometric mean (i32), 0 (u32), their sum of logarithms
-// (i64, units of 2^-24); the tier of each position from the sinks on (u8), and zeros up to a
-// multiple of 16; then the tokens of the high tier and those of the low one, as pages have them: of
-// each page the tiles with tokens, their key codes, key metadata, value codes and value metadata.
-// Slots without a token are 0.
-#include <algorithm>
+// (i64, units of 2^-24); the map of tiers, 2 bits a position, zeros for sinks and behind the body,
+// up to a multiple of 16; then the tokens of the high tier and those of the low one, as pages have
+// them: of each page the tiles with tokens, their key codes, key metadata, value codes and value
+// metadata. Slots without a token are 0.
+#include <bit>
 #include <cstring>
 #include <span>
 #include <string>
@@ -22,6 +22,12 @@ namespace {
 
 constexpr uint32_t kVersion = 1;
 constexpr int64_t kMeanBytes = 16;
+
+uint32_t map_word(const uint8_t* map, int32_t word) {
+  uint32_t x;
+  std::memcpy(&x, map + int64_t{word} * 4, sizeof(x));
+  return x;
+}
 
 Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "body: " + why);
@@ -72,6 +78,14 @@ std::vector<uint8_t> TiersRows::identity() const {
   return bytes;
 }
 
+int64_t TiersRows::body_bytes(const HostLayer& layer, int32_t kv_head) const {
+  const RowClass& c = row_class(layer.layer, kv_head);
+  const TiersRow& row = row_state(layer, kv_head);
+  int64_t bytes = kMeanBytes + bytes_of_map(body_first(layer.at));
+  for (int32_t side = 0; side < 2; ++side) bytes += tile_bytes(c.layout[side], row.tokens[side]);
+  return bytes;
+}
+
 ExportedBody TiersRows::export_body(const HostLayer& layer, int32_t kv_head) const {
   const TiersRow& row = row_state(layer, kv_head);
   const RowClass& c = row_class(layer.layer, kv_head);
@@ -81,10 +95,10 @@ ExportedBody TiersRows::export_body(const HostLayer& layer, int32_t kv_head) con
   head.i32(row.mean.seen);
   head.u32(0);
   head.i64(row.mean.logs);
-  const int32_t first = config_.sink_tokens, tokens = most(0, layer.at.body_end - first);
-  body.head.resize(kMeanBytes + round_up(tokens, 16));
-  for (int32_t i = 0; i < tokens; ++i) {
-    body.head[kMeanBytes + i] = static_cast<uint8_t>(tier_at(map, first + i));
+  const int32_t sinks = config_.sink_tokens, end = body_first(layer.at);
+  for (int32_t w = 0; w < bytes_of_map(end) / 4; ++w) {
+    const int32_t first = w * kWordPositions;
+    head.u32(map_word(map, w) & word_mask(sinks - first, end - first));
   }
   for (int32_t side = 0; side < 2; ++side) {
     const PageLayout& layout = c.layout[side];
@@ -105,27 +119,28 @@ Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* 
   const uint32_t zero = in.u32();
   draft->row.mean.logs = in.i64();
   if (zero != 0 || !draft->row.mean.is_sound()) return corrupt("its mean is impossible");
-  const int32_t tokens = std::max(0, work.body_end - config_.sink_tokens);
-  const uint8_t* tiers = in.take(static_cast<uint64_t>(round_up(tokens, 16)));
-  if (tiers == nullptr) return corrupt("it ends too early");
-  draft->tiers.resize(tokens);
-  for (int32_t i = 0; i < tokens; ++i) {
-    const auto tier = static_cast<BodyTier>(tiers[i]);
-    const bool known = tier == BodyTier::kHigh || tier == BodyTier::kLow ||
-                       (tier == BodyTier::kPruned && c.alphas.low > 0);
-    if (!known) return corrupt("a token has no tier");
-    if (is_kept(tier)) ++draft->row.tokens[side_of(tier)];
-    draft->tiers[i] = tier;
+  const int32_t sinks = config_.sink_tokens, end = most(work.body_end, sinks);
+  draft->position = end;
+  draft->map = in.take(static_cast<uint64_t>(bytes_of_map(end)));
+  if (draft->map == nullptr) return corrupt("it ends too early");
+  int32_t pruned = 0;
+  for (int32_t w = 0; w < bytes_of_map(end) / 4; ++w) {
+    const int32_t first = w * kWordPositions;
+    const uint32_t word = map_word(draft->map, w), mask = word_mask(sinks - first, end - first);
+    if ((word & ~mask) != 0) return corrupt("a position without a token has a tier");
+    draft->row.tokens[kHighSide] += std::popcount(positions_of(word, BodyTier::kHigh));
+    draft->row.tokens[kLowSide] += std::popcount(positions_of(word, BodyTier::kLow));
+    pruned += std::popcount(positions_of(word, BodyTier::kPruned));
   }
-  if (std::any_of(tiers + tokens, tiers + round_up(tokens, 16), [](uint8_t x) { return x != 0; })) {
-    return corrupt("tokens without a place have a tier");
+  const int32_t known = draft->row.tokens[kHighSide] + draft->row.tokens[kLowSide] + pruned;
+  if (known != end - sinks || (pruned > 0 && c.alphas.low <= 0)) {
+    return corrupt("a token has no tier");
   }
   for (int32_t side = 0; side < 2; ++side) {
     StagedSide& staged = draft->sides[side];
     staged.end = draft->row.tokens[side];
     staged.tiles = in.take(static_cast<uint64_t>(tile_bytes(c.layout[side], staged.end)));
     if (!in.ok()) return corrupt("it ends too early");
-    if (!is_tail_clear(c, side, staged)) return corrupt("a slot without a token is not 0");
   }
   return in.at_end() ? Status::ok() : corrupt("wrong size");
 }
@@ -160,25 +175,38 @@ void TiersRows::place_side(const HostLayer& layer, int32_t kv_head, int32_t side
   const uint8_t* from = staged.tiles;
   for (int32_t t = 0; t < staged.end; t += layout.tokens) {
     const PageRun run = page_run(layer, kv_head, side, t, staged.end - t);
+    PageRange page = {from, run.page.bytes, layout.scores};
+    const bool is_whole = tile_count(run.count) == layout.tiles();
     for_parts(layout, tile_count(run.count), [&](Component c, bool has_params, PagePart part) {
-      RangeCheck check = RangeCheck::kNone;
-      if (has_params) check = RangeCheck::kParams;
-      if (!has_params && layout.tile(c).type.is_raw()) check = RangeCheck::kFinite;
-      if (part.bytes == 0) return;
-      uint8_t* const to = run.page.bytes + part.byte;
-      ranges->push_back({to, from, part.bytes, check});
-      const int32_t whole = part.bytes / tile_count(run.count) * layout.tiles();
-      if (whole > part.bytes) ranges->push_back({to + part.bytes, nullptr, whole - part.bytes});
+      PageRange range = {from, run.page.bytes + part.byte, part.bytes};
+      const bool is_raw = layout.tile(c).type.is_raw();
+      if (has_params != is_raw) {
+        PageRange& of = is_whole ? page : range;
+        CheckedBytes& checked = c == Component::kKey ? of.keys : of.values;
+        const int32_t first = is_whole ? part.byte : 0;
+        checked = {first, first + part.bytes, is_raw ? RangeCheck::kFinite : RangeCheck::kParams};
+      }
       from += part.bytes;
+      if (is_whole || part.bytes == 0) return;
+      ranges->push_back(range);
+      const int32_t whole = part.bytes / tile_count(run.count) * layout.tiles();
+      ranges->push_back({nullptr, range.to + part.bytes, whole - part.bytes});
     });
+    if (is_whole) ranges->push_back(page);
   }
 }
 
-PageRanges TiersRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
+Result<PageRanges> TiersRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
   PageRanges ranges;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     const RowDraft& draft = static_cast<const TiersPlan&>(plan).rows[h];
-    for (int32_t side = 0; side < 2; ++side) place_side(layer, h, side, draft.sides[side], &ranges);
+    const RowClass& c = row_class(layer.layer, h);
+    for (int32_t side = 0; side < 2; ++side) {
+      if (!is_tail_clear(c, side, draft.sides[side])) {
+        return corrupt("a slot without a token is not 0");
+      }
+      place_side(layer, h, side, draft.sides[side], &ranges);
+    }
     write_state(layer, h, draft);
   }
   return ranges;

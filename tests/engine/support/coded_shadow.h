@@ -385,13 +385,16 @@ class Shadowed final : public RowFormat {
   std::vector<uint8_t> export_shared(const HostLayer& layer) const override {
     return inner_->export_shared(layer);
   }
+  int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override {
+    return inner_->body_bytes(layer, kv_head);
+  }
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override {
     return inner_->export_body(layer, kv_head);
   }
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override {
     return inner_->plan_import(works);
   }
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override {
+  Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) override {
     return inner_->place_import(layer, plan);
   }
   void finish_import(const BodyPlan& plan) override { inner_->finish_import(plan); }
@@ -463,8 +466,7 @@ class Shadowed final : public RowFormat {
     }
     continued_ += work.layer.at.body_end % kBlockTokens != 0;
     const auto books = [&](const RowFormat& of) {
-      const LayerBooks& all = static_cast<const CodedRows&>(of).books(layer);
-      return all.empty() ? std::vector<uint8_t>() : serialize_books(all);
+      return static_cast<const CodedRows&>(of).books(layer).bytes;
     };
     EXPECT_EQ(books(*inner_), books(*other_));
   }
