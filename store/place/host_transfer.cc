@@ -175,8 +175,11 @@ Result<std::vector<HostPlace::LayerImport>> HostPlace::plan_imports(int32_t slot
     if (plan) imports[l].plan = std::move(*plan);
     return plan.status();
   };
-  const int32_t threads = decodes_later ? 1 : threads_of(config_.layout, parts.layers[0]);
-  Status s = try_parallel_for(config_.layout.num_layers, threads, plan_layer);
+  // Threads take long to start: a few are enough to read what bodies begin with.
+  constexpr int32_t kReaders = 4;
+  const int32_t threads = threads_of(config_.layout, parts.layers[0]);
+  Status s = try_parallel_for(config_.layout.num_layers,
+                              decodes_later ? std::min(kReaders, threads) : threads, plan_layer);
   if (!s) return s;
   return imports;
 }
@@ -204,9 +207,11 @@ Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
       Status s = import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[l * heads + h]);
       if (!s) return s;
     }
-    const Result<PageRanges> ranges = format_->place_import(layer, plan);
-    if (!ranges) return ranges.status().with_context("layer " + std::to_string(l));
-    return import_status(copy_ranges(*ranges) ? ImportFault::kNone : ImportFault::kBody, l);
+    if (!copy_ranges(format_->place_import(layer, plan))) {
+      return import_status(ImportFault::kBody, l);
+    }
+    format_->clear_behind(layer);
+    return Status::ok();
   };
   const auto bring_all = [&](const std::vector<LayerImport>& imports) {
     std::vector<HostLayer> layers;

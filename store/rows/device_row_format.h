@@ -180,14 +180,15 @@ class DeviceRowFormat {
   // Before the cut() of a fork; the slot's bytes are copied in the stream's order.
   virtual void forked(int32_t /*from*/, int32_t /*to*/) {}
 
-  // Export and import go through host memory: the place brings the pages and the slot there and
-  // lets the format in host memory write and parse them (transfer has one owner). What serves all
-  // sequences (codebooks) is made equal here: from the device to the host format and back.
+  // Exports and imports ask the format in host memory where bytes are, by tables and states that
+  // the place brings there (transfer has one owner). What serves all sequences (codebooks) is made
+  // equal here: from the device to the host format and back.
   // upload_shared() comes after the bytes of an imported slot. `layers` are its layers, with their
   // states in host memory.
   virtual Status download_shared(RowFormat* /*host*/) { return Status::ok(); }
-  // kCorrupt where a block of an imported slot that plan_import() did not decode is hostile
-  // (ImportWork::decodes_later). `layers` as below; counts: device [num_layers]. Waits.
+  // The bytes of an imported slot are there: what lies behind its tokens is cleared. kCorrupt where
+  // a block that plan_import() did not decode is hostile (ImportWork::decodes_later). `layers` as
+  // below; counts: device [num_layers]. May wait.
   virtual Status check_imported(const std::vector<HostLayer>& /*layers*/,
                                 const LayerTokens* /*counts*/) {
     return Status::ok();

@@ -169,14 +169,16 @@ class RowFormat {
   // These two read the state alone: pages need not be in host memory. Any number of threads at once.
   virtual int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const = 0;
   virtual ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const = 0;
-  // The inverse, in three parts. kCorrupt: the bytes are hostile; everything that read() relies on
-  // is checked by the first two, but for what ranges are to be checked for. The bytes stay where
+  // The inverse, in parts. kCorrupt: the bytes are hostile; everything that read() relies on
+  // is checked, but for what ranges are to be checked for. The bytes stay where
   // they are until the ranges are copied. Any number of threads at once.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
   // The table holds what the plan of one layer asked for: makes the state and tells where bytes go.
   // It touches no page. For different layers, any number of threads at once.
-  virtual Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) = 0;
-  // The bytes are there, and sound: what serves all sequences follows.
+  virtual PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) = 0;
+  // The bytes of the layer are there: what lies behind its tokens is cleared.
+  virtual void clear_behind(const HostLayer& /*layer*/) {}
+  // The bytes of all layers are there, and sound: what serves all sequences follows.
   virtual void finish_import(const BodyPlan& /*plan*/) {}
 };
 

@@ -60,6 +60,11 @@ class EmulatedTiersFormat final : public EmulatedFormat {
         return write_tiles<256>();
     }
   }
+  Status check_imported(const std::vector<HostLayer>& layers, const LayerTokens*) override {
+    run_warps(view_.num_layers * view_.num_kv_heads,
+              [&] { clear_behind_kernel(view_, codes_, layers[0].slot); });
+    return Status::ok();
+  }
   Status read(const DeviceRead& to) override {
     TiersRead r = {to, view_, codes_, nullptr,
                    (to.range.end + kGroupPositions - 1) / kGroupPositions};

@@ -257,22 +257,20 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts,
   std::vector<uint8_t> is_there(num_layers);
   int64_t next = 0;
   Status s = try_parallel_for(num_layers, is_direct ? 1 : threads_for(bytes), [&](int64_t layer) {
-    Result<PageRanges> placed =
+    PageRanges placed =
         mirror_->format()->place_import(imports[layer].layer, *imports[layer].plan);
-    if (!placed) return placed.status().with_context("layer " + std::to_string(layer));
     const uint8_t* const from = parts.raw[layer * heads].data();
     const auto of_layer = std::span(sizes).subspan(2 * layer * heads, 2 * heads);
     if (!is_direct) std::copy_n(from, padded_bytes(of_layer), pinned + (from - first));
     const std::lock_guard<std::mutex> lock(mutex);
-    ranges[layer] = std::move(*placed);
+    ranges[layer] = std::move(placed);
     is_there[layer] = 1;
     for (; next < num_layers && is_there[next] != 0; ++next) {
       const uint8_t* const at = parts.raw[next * heads].data();
       Status sent = on_device([&] {
-        return link_->receive(slot, parts.layers[next], at, ranges[next], prunes_);
+        return link_->receive(slot, parts.layers[next], at, std::move(ranges[next]), prunes_);
       });
       if (!sent) return sent;
-      ranges[next] = {};
     }
     return Status::ok();
   });

@@ -252,6 +252,9 @@ Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const Exported
   if (!staged) return staged.status();
   const ChecksumChunk* const parts = moves_.back().raw.parts;
   PageRanges ranges;
+  size_t count = bodies.size();
+  for (const ExportedBody& body : bodies) count += body.pages.size();
+  ranges.reserve(count);
   for (size_t h = 0; h < bodies.size(); ++h) {
     uint8_t* to = staged_[group_ % 2] + parts[2 * h + 1].first;
     const std::vector<uint8_t>& head = bodies[h].head;
@@ -268,13 +271,12 @@ Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const Exported
 }
 
 Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from,
-                             const PageRanges& ranges, bool can_prune) {
+                             PageRanges ranges, bool can_prune) {
   const int64_t first = group_bytes_;
   const Result<uint8_t*> staged = join(slot, at);
   if (!staged) return staged.status();
   moves_.back().raw.can_prune = can_prune;
-  PageRanges of_device = ranges;
-  for (PageRange& range : of_device) {
+  for (PageRange& range : ranges) {
     if (range.from == nullptr) continue;
     if (range.from >= from && range.from < from + (group_bytes_ - first)) {
       range.from = *staged + (range.from - from);
@@ -284,7 +286,7 @@ Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from,
       range.from = *mapped;
     }
   }
-  return add_ranges(of_device);
+  return add_ranges(ranges);
 }
 
 Status SequenceLink::flush() {

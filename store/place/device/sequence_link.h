@@ -41,7 +41,7 @@ class SequenceLink {
   Status send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies);
   // `from`: where the caller has the layer's parts, whose ranges come over the link; what ranges
   // find elsewhere is copied.
-  Status receive(int32_t slot, LayerTokens at, const uint8_t* from, const PageRanges& ranges,
+  Status receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
                  bool can_prune);
   // Enqueues what was given.
   Status flush();

@@ -192,7 +192,7 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const std::vector<Imp
 }
 
 // Codes of any bits are values where the parameters are finite.
-Result<PageRanges> ChannelRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
+PageRanges ChannelRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
   const auto& bodies = static_cast<const ChannelPlan&>(plan).bodies;
   const int32_t bytes = block_bytes(layer.layer), values = layout_.v_metadata;
   PageRange range = {nullptr, nullptr, bytes, {0, bytes, RangeCheck::kFinite}};

@@ -42,7 +42,7 @@ class ChannelRows final : public RowFormat {
   }
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
-  Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) override;
+  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
 
   // For the same rows in device memory.
   const ChannelBody& body() const { return body_; }

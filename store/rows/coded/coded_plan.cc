@@ -296,6 +296,7 @@ PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draf
     std::copy(draft.means[h].begin(), draft.means[h].end(),
               state_at<uint16_t>(layer, shape_.means_byte(h)));
   }
+  ranges.reserve(draft.num_blocks());
   auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
   int64_t used = draft.first_block == 0 ? 0 : ends[draft.first_block - 1];
   const int32_t row = pages_.row(layer.slot, layer.layer, 0), per_block = 2 * shape_.num_kv_heads;

@@ -43,7 +43,7 @@ class CodedRows final : public RowFormat {
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
-  Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) override;
+  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
   void finish_import(const BodyPlan& plan) override;
 
   // The tokens of a block of one row before they are coded.

@@ -70,6 +70,8 @@ ExportedBody CodedRows::export_body(const HostLayer& layer, int32_t kv_head) con
     out.bytes(state_at<uint16_t>(layer, shape_.means_byte(kv_head)), shape_.head_dim * 2);
   }
   const int32_t blocks = block_count(layer.at.body_end);
+  body.head.reserve(head_bytes(is_fixed(layer), blocks));
+  body.pages.reserve(size_t{2} * blocks);
   for (int32_t b = 0; b < blocks; ++b) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       const CodedBlockRef ref = refs(layer, kv_head, c)[b];
@@ -215,7 +217,7 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const std::vector<Impor
 }
 
 // A raw block begins with exponents.
-Result<PageRanges> CodedRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
+PageRanges CodedRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
   const LayerDraft& draft = static_cast<const CodedPlan&>(plan).drafts[0];
   PageRanges ranges = place_layer(layer, draft);
   for (PageRange& range : ranges) {

@@ -54,6 +54,24 @@ __global__ void __launch_bounds__(kTiersThreads)
   if (lane_index() == 0) *state = left;
 }
 
+// Slots behind the last tokens of a sequence that came in; a warp a row.
+__global__ void __launch_bounds__(kTiersThreads)
+    clear_behind_kernel(const __grid_constant__ DeviceStoreView view,
+                        const __grid_constant__ TiersCodes codes, int32_t slot) {
+  wait_for_previous_kernel();
+  const int32_t row = warp_of_grid(), layer = row / view.num_kv_heads;
+  if (layer >= view.num_layers) return;
+  const TiersPlace at(view, codes, slot, layer, row - layer * view.num_kv_heads);
+#pragma unroll 1
+  for (int32_t side = 0; side < 2; ++side) {
+    const int32_t n = at.state()->tokens[side], in_tile = n % kTileTokens;
+    if (in_tile == 0) continue;
+    const PageRef page = at.page(side, n);
+    const int32_t first = n % page.layout->tokens;
+    clear_slots(page, first, first + kTileTokens - in_tile);
+  }
+}
+
 // ---- read ----
 
 struct TiersRead : DeviceRead {

@@ -33,6 +33,7 @@ class DeviceTiersRows final : public DeviceRowFormat {
     return attention_.attend(call, codes_, stream_);
   }
   Status read(const DeviceRead& call) override;
+  Status check_imported(const std::vector<HostLayer>& layers, const LayerTokens* counts) override;
 
   // Bodies are cut at any token, so that nothing goes back to the ring.
   Status restore(const LayerMove&, Positions range) override {
@@ -155,6 +156,13 @@ Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCoun
 Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
   if (rows_of(works) == 0) return Status::ok();
   return launch(cut_tiers_kernel, rows_of(works), call_of(works), "cut of tiers");
+}
+
+Status DeviceTiersRows::check_imported(const std::vector<HostLayer>& layers, const LayerTokens*) {
+  const int64_t rows = int64_t{config_.layout.num_layers} * config_.layout.num_kv_heads;
+  return launch_after_previous(clear_behind_kernel, ctas_of(rows), kTiersThreads, 0, stream_,
+                               view_, codes_, layers[0].slot)
+      .with_context("tiers that came in");
 }
 
 Status DeviceTiersRows::read(const DeviceRead& call) {

@@ -148,12 +148,16 @@ void TiersRows::cut(const HostLayer& layer, int32_t body_end) {
     const TiersRow now = row_state(layer, h), row = counts_before(layer, h, body_end);
     row_state(layer, h) = row;
     for (int32_t side = 0; side < 2; ++side) {
-      const int32_t n = row.tokens[side], end = (n + kTileTokens - 1) / kTileTokens * kTileTokens;
-      for (int32_t t = n; t < std::min(end, now.tokens[side]); ++t) {
-        const PageRun run = page_run(layer, h, side, t, 1);
-        (void)clear_token(run.page, run.slot);
-      }
+      clear_slots(layer, h, side, row.tokens[side], now.tokens[side]);
     }
+  }
+}
+
+void TiersRows::clear_slots(const HostLayer& layer, int32_t kv_head, int32_t side, int32_t token,
+                            int32_t end) const {
+  for (int32_t t = token; t < end && t % kTileTokens != 0; ++t) {
+    const PageRun run = page_run(layer, kv_head, side, t, 1);
+    (void)clear_token(run.page, run.slot);
   }
 }
 

@@ -46,7 +46,8 @@ class TiersRows final : public RowFormat {
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
-  Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) override;
+  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
+  void clear_behind(const HostLayer& layer) override;
 
   // For the same rows in device memory: what prepare() made.
   const StoreConfig& config() const { return config_; }
@@ -106,6 +107,9 @@ class TiersRows final : public RowFormat {
   // The run that begins at token `token` of a side and has at most `count` tokens.
   PageRun page_run(const HostLayer& layer, int32_t kv_head, int32_t side, int32_t token,
                    int32_t count) const;
+  // The slots of token `token` and of those behind it, before `end`, that lie in its tile.
+  void clear_slots(const HostLayer& layer, int32_t kv_head, int32_t side, int32_t token,
+                   int32_t end) const;
   HostPage page_at(const RowClass& row_class, int32_t side, uint8_t* bytes) const;
   // A row that goes on behind `row`.
   RowDraft draft_behind(const TiersRow& row, int32_t position) const;
@@ -121,8 +125,6 @@ class TiersRows final : public RowFormat {
   // tiers_transfer.cc
   void place_side(const HostLayer& layer, int32_t kv_head, int32_t side, const StagedSide& staged,
                   PageRanges* ranges) const;
-  // Whether slots behind the last token of an import are 0.
-  bool is_tail_clear(const RowClass& row_class, int32_t side, const StagedSide& staged) const;
   Status import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const;
 
   StoreConfig config_;

@@ -14,7 +14,6 @@
 
 #include "codec/format/byte_cursor.h"
 #include "codec/format/fragment_order.h"
-#include "codec/format/sound_halves.h"
 #include "store/rows/tiers/tiers_rows.h"
 
 namespace tierkv::store {
@@ -145,29 +144,6 @@ Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* 
   return in.at_end() ? Status::ok() : corrupt("wrong size");
 }
 
-bool TiersRows::is_tail_clear(const RowClass& row_class, int32_t side,
-                              const StagedSide& staged) const {
-  const PageLayout& layout = row_class.layout[side];
-  const int32_t count = staged.end % layout.tokens, tiles = tile_count(count);
-  if (count % kTileTokens == 0) return true;
-  const uint8_t* const from = staged.tiles + (staged.end / layout.tokens) * int64_t{layout.scores};
-  std::vector<StagedBlock> bytes(sizes_.page_bytes / kPageAlignment);
-  const HostPage page = page_at(row_class, side, bytes[0].bytes);
-  const uint8_t* at = from;
-  for_parts(layout, tiles, [&](Component, bool, PagePart part) {
-    std::memcpy(page.bytes + part.byte, at, static_cast<size_t>(part.bytes));
-    at += part.bytes;
-  });
-  for (int32_t slot = count; slot < tiles * kTileTokens; ++slot) store_token(page, slot, {});
-  bool is_clear = true;
-  at = from;
-  for_parts(layout, tiles, [&](Component, bool, PagePart part) {
-    is_clear &= std::memcmp(page.bytes + part.byte, at, static_cast<size_t>(part.bytes)) == 0;
-    at += part.bytes;
-  });
-  return is_clear;
-}
-
 // Tiles without a token are 0.
 void TiersRows::place_side(const HostLayer& layer, int32_t kv_head, int32_t side,
                            const StagedSide& staged, PageRanges* ranges) const {
@@ -196,20 +172,22 @@ void TiersRows::place_side(const HostLayer& layer, int32_t kv_head, int32_t side
   }
 }
 
-Result<PageRanges> TiersRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
+PageRanges TiersRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
   PageRanges ranges;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     const RowDraft& draft = static_cast<const TiersPlan&>(plan).rows[h];
-    const RowClass& c = row_class(layer.layer, h);
-    for (int32_t side = 0; side < 2; ++side) {
-      if (!is_tail_clear(c, side, draft.sides[side])) {
-        return corrupt("a slot without a token is not 0");
-      }
-      place_side(layer, h, side, draft.sides[side], &ranges);
-    }
+    for (int32_t side = 0; side < 2; ++side) place_side(layer, h, side, draft.sides[side], &ranges);
     write_state(layer, h, draft);
   }
   return ranges;
+}
+
+void TiersRows::clear_behind(const HostLayer& layer) {
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    for (int32_t side = 0; side < 2; ++side) {
+      clear_slots(layer, h, side, row_state(layer, h).tokens[side], INT32_MAX);
+    }
+  }
 }
 
 Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<ImportWork>& works) {

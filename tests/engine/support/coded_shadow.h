@@ -394,7 +394,7 @@ class Shadowed final : public RowFormat {
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override {
     return inner_->plan_import(works);
   }
-  Result<PageRanges> place_import(const HostLayer& layer, const BodyPlan& plan) override {
+  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override {
     return inner_->place_import(layer, plan);
   }
   void finish_import(const BodyPlan& plan) override { inner_->finish_import(plan); }
