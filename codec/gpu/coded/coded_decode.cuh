@@ -65,14 +65,20 @@ struct TableReader {
   }
 };
 
-// Two codes from an entry, 16 bits each.
+// Two codes from an entry of the table in shared memory, 16 bits each.
 struct PairBase {
-  uint32_t both;
-  // Neither sum carries: 0x8000 keeps the low one positive until it is taken off again.
-  __device__ __forceinline__ explicit PairBase(int32_t base)
-      : both(static_cast<uint32_t>(base) * 0x10001u + 0x8000u) {}
-  __device__ __forceinline__ uint32_t codes(uint32_t entry) const {
-    return ((entry >> 6 & 0x1f001fu) + both) ^ 0x8000u;
+  int32_t base;
+
+  // What the table in shared memory holds for an entry of the codebook's: the first digit in byte
+  // 1, the second one in byte 2. A first code below 0 takes one from the code above it, which the
+  // second digit makes good.
+  __device__ __forceinline__ uint32_t shared_entry(uint32_t entry) const {
+    const uint32_t first = entry >> 6 & 31u, second = entry >> 22 & 31u;
+    const uint32_t taken = static_cast<int32_t>(first) + base < 0 ? 1u : 0u;
+    return (entry & 63u) | first << 8 | (second + taken) << 16;
+  }
+  __device__ __forceinline__ uint32_t codes(uint32_t shared_entry) const {
+    return __byte_perm(shared_entry, 0, 0x4241) + static_cast<uint32_t>(base) * 0x10001u;
   }
 };
 
@@ -101,37 +107,57 @@ struct OpenTiles {
   const BlockStreams& streams;
 };
 
-// The codes of a coded tile without exceptions.
-template <bool kKey>
+// The codes of a dim block from its lane's first one on.
+template <bool kKey, int32_t kStreams>
+__device__ __forceinline__ void decode_dim_block(TableReader& reader, const PairBase& base,
+                                                 int16_t* to) {
+  constexpr auto kComponent = kKey ? Component::kKey : Component::kValue;
+  uint32_t e[kPairsPerFragment];
+  if constexpr (kStreams == 1) {
+    reader.stream[0].step(reader.table, &e[0], &e[1]);
+    reader.stream[0].step(reader.table, &e[2], &e[3]);
+  } else {
+    reader.stream[0].step(reader.table, &e[0], &e[2]);
+    reader.stream[1].step(reader.table, &e[1], &e[3]);
+  }
+#pragma unroll
+  for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+    const PairPosition at = pair_position(kComponent, 0, 0, r, 0);
+    const uint32_t pair = base.codes(e[r]);
+    int16_t* const first = to + at.token * kTileStride + at.dim;
+    if constexpr (kKey) {
+      *reinterpret_cast<uint32_t*>(first) = pair;
+    } else {
+      first[0] = static_cast<int16_t>(pair);
+      first[kTileStride] = static_cast<int16_t>(pair >> 16);
+    }
+  }
+}
+
+// The codes of a coded tile without exceptions. Slices have an even number of dim blocks.
+template <bool kKey, int32_t kStreams>
 __device__ __forceinline__ void decode_pair_tile(TableReader& reader, int32_t dims,
-                                                 int32_t base_code, int16_t* codes) {
+                                                 const PairBase& base, int16_t* codes) {
   constexpr auto kComponent = kKey ? Component::kKey : Component::kValue;
   const int32_t blocks = dim_block_count(dims);
+  const auto dim_of = [&](int32_t i) {
+    return dim_block_at(weighted_order(kComponent), blocks, i) * kDimBlock;
+  };
   const PairPosition lane = pair_position(kComponent, 0, 0, 0, lane_index());
-  const PairBase base(base_code);
-  for (int32_t i = 0; i < blocks; ++i) {
-    const int32_t f = dim_block_at(weighted_order(kComponent), blocks, i);
-    int16_t* const to = codes + lane.token * kTileStride + lane.dim + f * kDimBlock;
-    uint32_t e[kPairsPerFragment];
-    if (reader.streams == 1) {
-      reader.stream[0].step(reader.table, &e[0], &e[1]);
-      reader.stream[0].step(reader.table, &e[2], &e[3]);
-    } else {
-      reader.stream[0].step(reader.table, &e[0], &e[2]);
-      reader.stream[1].step(reader.table, &e[1], &e[3]);
-    }
-#pragma unroll
-    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      const PairPosition at = pair_position(kComponent, 0, 0, r, 0);
-      const uint32_t pair = base.codes(e[r]);
-      int16_t* const first = to + at.token * kTileStride + at.dim;
-      if constexpr (kKey) {
-        *reinterpret_cast<uint32_t*>(first) = pair;
-      } else {
-        first[0] = static_cast<int16_t>(pair);
-        first[kTileStride] = static_cast<int16_t>(pair >> 16);
-      }
-    }
+  int16_t* to = codes + lane.token * kTileStride + lane.dim;
+#pragma unroll 1
+  for (int32_t i = 0; i < blocks; i += 2, to += dim_of(2)) {
+    decode_dim_block<kKey, kStreams>(reader, base, to);
+    decode_dim_block<kKey, kStreams>(reader, base, to + dim_of(1));
+  }
+}
+template <bool kKey>
+__device__ __forceinline__ void decode_pair_tile(TableReader& reader, int32_t dims,
+                                                 const PairBase& base, int16_t* codes) {
+  if (reader.streams == 1) {
+    decode_pair_tile<kKey, 1>(reader, dims, base, codes);
+  } else {
+    decode_pair_tile<kKey, 2>(reader, dims, base, codes);
   }
 }
 

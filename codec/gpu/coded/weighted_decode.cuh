@@ -219,9 +219,9 @@ decode_block_tiles(const WeightedDecode& call, const RangeTarget& target,
       if (is_raw_mode(open.header.mode)) {
         read_raw_tile(tiles, warp, tile, codes);
       } else if (call.component == Component::kKey) {
-        decode_pair_tile<true>(reader, open.header.dims, book.base, codes);
+        decode_pair_tile<true>(reader, open.header.dims, {book.base}, codes);
       } else {
-        decode_pair_tile<false>(reader, open.header.dims, book.base, codes);
+        decode_pair_tile<false>(reader, open.header.dims, {book.base}, codes);
       }
     };
     if (!decode_tiles(tiles, reader, warp, decode, finish)) return StatusCode::kCorrupt;
@@ -286,8 +286,9 @@ __device__ inline void load_book(const WeightedDecode& call, DecodeBook* to, uin
   const bool usable = book.mode == BlockMode::kPair && book.component == call.component &&
                       (book.streams_per_lane == 1 || book.streams_per_lane == 2) &&
                       book.max_length >= 1 && book.max_length <= call.book.max_length;
+  const PairBase base{book.base};
   for (int32_t i = thread; usable && i < 1 << book.max_length; i += threads) {
-    reinterpret_cast<uint32_t*>(region)[i] = book.table[i];
+    reinterpret_cast<uint32_t*>(region)[i] = base.shared_entry(book.table[i]);
   }
   if (thread == 0) *to = {book, usable};
   __syncthreads();
