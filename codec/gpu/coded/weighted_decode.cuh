@@ -26,9 +26,20 @@ TKV_HD bool keeps_first_slice(const WeightedDecode& call) {
 }
 inline constexpr int32_t kFirstSliceBytes = kBlockTokens * kTileStride * 2;
 inline constexpr int32_t kFactorBytes = kBlockTokens * 4;
-// Bytes of a warp: factors, codes of a tile, codes of the first slice, the block.
+
+// What a warp knows of its block and of the slice that it decodes: loops over codes need the
+// registers.
+struct WarpState {
+  RangeTarget target;
+  CodedBlockHeader header;  // of the slice, as a coded block would say it
+  CodedBlockLayout at;
+};
+inline constexpr int32_t kWarpStateBytes = (sizeof(WarpState) + 15) / 16 * 16;
+
+// Bytes of a warp: its state, factors, codes of a tile, codes of the first slice, the block.
 TKV_HD int32_t weighted_decode_warp_bytes(const WeightedDecode& call) {
-  return kFactorBytes + kCodesTileBytes + (keeps_first_slice(call) ? kFirstSliceBytes : 0) +
+  return kWarpStateBytes + kFactorBytes + kCodesTileBytes +
+         (keeps_first_slice(call) ? kFirstSliceBytes : 0) +
          (call.max_block_bytes + kDecodeSlackBytes + 15) / 16 * 16;
 }
 // Bytes of the table, a power of two; the region begins at a multiple of itself.
@@ -36,13 +47,12 @@ TKV_HD int32_t weighted_region_bytes(const WeightedDecode& call) {
   return 4 << call.book.max_length;
 }
 
-// The turns of 64 places, of the CTA; wider heads leave no room for them, and read them from
+// The turns of 64 places, of the CTA; wider heads leave no room for them, and warps read them from
 // memory.
 TKV_HD int32_t places_bytes(const WeightedDecode& call) {
   const bool kept = call.component == Component::kKey && call.rows.head_dim <= kSliceDims;
-  return kept ? (kBlockTokens * call.rows.rope.pairs * static_cast<int32_t>(sizeof(Turn)) + 15) /
-                    16 * 16
-              : 0;
+  const int32_t turns = kBlockTokens * PlaceTurns::padded(call.rows.rope.pairs);
+  return kept ? (turns * static_cast<int32_t>(sizeof(Turn)) + 15) / 16 * 16 : 0;
 }
 // Bytes of the CTA, without those that align the region and without its warps.
 TKV_HD int32_t weighted_decode_cta_bytes(const WeightedDecode& call) {
@@ -51,11 +61,26 @@ TKV_HD int32_t weighted_decode_cta_bytes(const WeightedDecode& call) {
 
 // What a warp has: its memory in the order above.
 struct WeightedDecodeWarp {
-  const Turn* places;  // [64][pairs], of the CTA or in memory
-  float* factors;      // [tokens]
-  int16_t* tile;       // [kTileTokens][kTileStride]
-  int16_t* first;      // [kBlockTokens][kTileStride]; null where it is not kept
+  PlaceTurns places;
+  WarpState* state;
+  float* factors;  // [tokens]
+  int16_t* tile;   // [kTileTokens][kTileStride]
+  int16_t* first;  // [kBlockTokens][kTileStride]; null where it is not kept
   uint8_t* block;
+
+  // of: weighted_decode_warp_bytes().
+  __device__ __forceinline__ WeightedDecodeWarp(const WeightedDecode& call, const PlaceTurns& turns,
+                                                uint8_t* of)
+      : places(turns),
+        state(reinterpret_cast<WarpState*>(of)),
+        factors(reinterpret_cast<float*>(of + kWarpStateBytes)),
+        tile(reinterpret_cast<int16_t*>(of + kWarpStateBytes + kFactorBytes)),
+        first(nullptr),
+        block(of + kWarpStateBytes + kFactorBytes + kCodesTileBytes) {
+    if (!keeps_first_slice(call)) return;
+    first = reinterpret_cast<int16_t*>(block);
+    block += kFirstSliceBytes;
+  }
 };
 
 __device__ __forceinline__ uint32_t load_word_field(const uint8_t* part, int32_t i, int32_t bits) {
@@ -102,13 +127,6 @@ struct SliceBytes {
   int32_t first_dim;
 };
 
-// What a slice is, as a coded block would say it.
-struct OpenWeightedSlice {
-  CodedBlockHeader header;
-  CodedBlockLayout at;
-  BlockStreams streams;
-};
-
 // The bounds of the streams from their lengths; the bits of all.
 __device__ __forceinline__ int32_t find_bounds(const WeightedBlockHeader& h,
                                                const WeightedBlockLayout& at, const uint8_t* block,
@@ -143,10 +161,11 @@ __device__ inline bool load_factors(const WeightedBlockHeader& h, const Weighted
   return __all_sync(kFullWarp, valid);
 }
 
-// Copies what there is of a slice and judges it: kOk, kCorrupt or kOutOfRange.
+// Copies what there is of a slice and judges it: kOk, kCorrupt or kOutOfRange. The warp's state
+// has its header and layout then.
 __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeTarget& target,
                                         const DeviceCodebook& book, const SliceBytes& slice,
-                                        const WeightedDecodeWarp& memory, OpenWeightedSlice* open) {
+                                        const WeightedDecodeWarp& memory, BlockStreams* streams) {
   if (slice.size < kCodedBlockHeaderBytes) return StatusCode::kCorrupt;
   const WeightedBlockHeader h = load_weighted_header(slice.from);
   const int32_t dims = min(kSliceDims, call.rows.head_dim - slice.first_dim);
@@ -162,31 +181,34 @@ __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeT
   copy_block(slice.from, bytes, memory.block);
 
   const bool raw = is_raw_mode(h.mode);
-  open->streams = {nullptr, raw ? 0 : h.streams_per_lane, {0, 0}, {0, 0}};
-  const int32_t payload_bits = find_bounds(h, at, memory.block, &open->streams);
+  *streams = {nullptr, raw ? 0 : h.streams_per_lane, {0, 0}, {0, 0}};
+  const int32_t payload_bits = find_bounds(h, at, memory.block, streams);
   if (payload_bits > kMaxPayloadBits) return StatusCode::kCorrupt;
   at = weighted_layout(h, payload_bits);
   if (at.bytes != bytes) return StatusCode::kCorrupt;
-  open->streams.payload = memory.block + at.payload;
-  open->header.mode = h.mode;
-  open->header.streams_per_lane = h.streams_per_lane;
-  open->header.component = h.component;
-  open->header.tokens = h.tokens;
-  open->header.dims = h.dims;
-  open->header.base = static_cast<int16_t>(h.base_or_books);
-  open->header.payload_bits = static_cast<uint16_t>(payload_bits);
-  open->header.exceptions = h.exceptions;
-  open->at.payload = at.payload;
-  open->at.exceptions = at.exceptions;
-  open->at.end = at.end;
-  open->at.bytes = at.bytes;
+  streams->payload = memory.block + at.payload;
+  CodedBlockHeader coded;
+  coded.mode = h.mode;
+  coded.streams_per_lane = h.streams_per_lane;
+  coded.component = h.component;
+  coded.tokens = h.tokens;
+  coded.dims = h.dims;
+  coded.base = static_cast<int16_t>(h.base_or_books);
+  coded.payload_bits = static_cast<uint16_t>(payload_bits);
+  coded.exceptions = h.exceptions;
+  CodedBlockLayout coded_at;
+  coded_at.payload = at.payload;
+  coded_at.exceptions = at.exceptions;
+  coded_at.end = at.end;
+  coded_at.bytes = at.bytes;
+  if (lane_index() == 0) memory.state->header = coded, memory.state->at = coded_at;
 
   const int32_t fields = raw ? 0 : kWarpLanes * h.streams_per_lane * h.length_bits;
   bool valid = warp_checksum(memory.block, at.bytes) == h.checksum;
   valid &= gap_is_zero(memory.block, 8 * at.exponents + h.tokens * h.exponent_bits, at.lengths);
   valid &= gap_is_zero(memory.block, 8 * at.lengths + fields, raw ? at.payload : at.low_plane);
-  valid &= padding_is_zero(open->header, open->at, memory.block);
-  valid &= exceptions_are_valid(open->header, open->at, memory.block);
+  valid &= padding_is_zero(coded, coded_at, memory.block);
+  valid &= exceptions_are_valid(coded, coded_at, memory.block);
   valid &= load_factors(h, at, memory.block, slice.first_dim == 0, memory.factors);
   __syncwarp();
   return valid ? StatusCode::kOk : StatusCode::kCorrupt;
@@ -205,28 +227,30 @@ decode_block_tiles(const WeightedDecode& call, const RangeTarget& target,
   SliceBytes slice{call.bytes + offset, left, 0};
   const bool keeps = memory.first != nullptr;
   for (; slice.first_dim < call.rows.head_dim; slice.first_dim += kSliceDims) {
-    OpenWeightedSlice open;
-    const StatusCode code = open_slice(call, target, book, slice, memory, &open);
+    BlockStreams streams;
+    const StatusCode code = open_slice(call, target, book, slice, memory, &streams);
     if (code != StatusCode::kOk) return code;
     const bool keep = keeps && slice.first_dim == 0;
     const WarpMemory warp{memory.block, keep ? memory.first : memory.tile,
                           keep ? kTileTokens * kTileStride : 0};
+    const CodedBlockHeader& header = memory.state->header;
     const auto finish = [&](int32_t tile, const int16_t* codes) {
-      if (!keep) finish_tile(slice.first_dim, open.header.dims, tile, codes);
+      if (!keep) finish_tile(slice.first_dim, header.dims, tile, codes);
     };
-    const OpenTiles tiles{open.header, open.at, open.streams};
+    const OpenTiles tiles{header, memory.state->at, streams};
     const auto decode = [&](int32_t tile, int16_t* codes) {
-      if (is_raw_mode(open.header.mode)) {
+      if (is_raw_mode(header.mode)) {
         read_raw_tile(tiles, warp, tile, codes);
       } else if (call.component == Component::kKey) {
-        decode_pair_tile<true>(reader, open.header.dims, {book.base}, codes);
+        decode_pair_tile<true>(reader, header.dims, {book.base}, codes);
       } else {
-        decode_pair_tile<false>(reader, open.header.dims, {book.base}, codes);
+        decode_pair_tile<false>(reader, header.dims, {book.base}, codes);
       }
     };
     if (!decode_tiles(tiles, reader, warp, decode, finish)) return StatusCode::kCorrupt;
-    slice.from += open.at.bytes;
-    slice.size -= open.at.bytes;
+    slice.from += memory.state->at.bytes;
+    slice.size -= memory.state->at.bytes;
+    __syncwarp();
   }
   return slice.size == 0 ? StatusCode::kOk : StatusCode::kCorrupt;
 }
@@ -235,12 +259,13 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
                                                 const WeightedPlace& place,
                                                 const DeviceCodebook& book, TableReader& reader,
                                                 const WeightedDecodeWarp& memory) {
+  const WriteWay way(call, target);
   const auto finish = [&](int32_t first_dim, int32_t dims, int32_t tile, const int16_t* codes) {
     const int16_t* kept =
         memory.first == nullptr ? nullptr : memory.first + tile * kTileTokens * kTileStride;
     write_tile(
-        TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first_dim},
-        dims);
+        TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first_dim}, dims,
+        way);
   };
   return decode_block_tiles(call, target, place, book, reader, memory, finish);
 }
@@ -309,24 +334,22 @@ __device__ __forceinline__ DecodeCta open_decode_cta(const WeightedDecode& call,
   uint8_t* const region =
       shared + ((start + region_bytes - 1) / region_bytes * region_bytes - start);
   auto* const book = reinterpret_cast<DecodeBook*>(region + region_bytes);
-  auto* const places = reinterpret_cast<uint2*>(region + region_bytes + kDecodeBookBytes);
-  const int32_t turns = places_bytes(call) > 0 ? kBlockTokens * call.rows.rope.pairs : 0;
-  for (auto i = static_cast<int32_t>(threadIdx.x); i < turns;
-       i += static_cast<int32_t>(blockDim.x)) {
-    places[i] = reinterpret_cast<const uint2*>(call.rows.rope.place)[i];
+  auto* const places = reinterpret_cast<Turn*>(region + region_bytes + kDecodeBookBytes);
+  const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
+  const bool shares_places = places_bytes(call) > 0;
+  const int32_t pairs = call.rows.rope.pairs;
+  for (int32_t place = warp; shares_places && place < kBlockTokens;
+       place += static_cast<int32_t>(blockDim.x / 32u)) {
+    for (int32_t i = lane_index(); i < pairs; i += kWarpLanes) {
+      places[place * PlaceTurns::padded(pairs) + PlaceTurns::padded(i)] =
+          load_turn(call.rows.rope.place + place * pairs + i);
+    }
   }
   load_book(call, book, region);
-  const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
   uint8_t* const mine =
       region + weighted_decode_cta_bytes(call) + warp * weighted_decode_warp_bytes(call);
-  uint8_t* const after_tile = mine + kFactorBytes + kCodesTileBytes;
-  const bool keeps = keeps_first_slice(call);
-  const WeightedDecodeWarp memory{
-      turns > 0 ? reinterpret_cast<const Turn*>(places) : call.rows.rope.place,
-      reinterpret_cast<float*>(mine), reinterpret_cast<int16_t*>(mine + kFactorBytes),
-      keeps ? reinterpret_cast<int16_t*>(after_tile) : nullptr,
-      after_tile + (keeps ? kFirstSliceBytes : 0)};
-  return {book, region, memory};
+  const PlaceTurns turns{shares_places ? places : call.rows.rope.place, shares_places};
+  return {book, region, WeightedDecodeWarp(call, turns, mine)};
 }
 
 // `count` blocks, a warp each: block_of(i, &place) gives the tokens that block i must have. Returns
@@ -365,8 +388,11 @@ __device__ __forceinline__ void decode_weighted_items(const WeightedDecode& call
   const int64_t stride = int64_t{gridDim.x} * warps;
   for (int64_t i = int64_t{blockIdx.x} * warps + warp; i < items; i += stride) {
     const WeightedRange range = call.ranges[i / call.most_blocks];
-    RangeTarget target;
-    StatusCode code = open_target(call, range, static_cast<int32_t>(i % call.most_blocks), &target);
+    RangeTarget& target = memory.state->target;
+    RangeTarget opened = {};
+    StatusCode code = open_target(call, range, static_cast<int32_t>(i % call.most_blocks), &opened);
+    if (lane_index() == 0) target = opened;
+    __syncwarp();
     if (code == StatusCode::kOk && target.tokens > 0) {
       const bool turned = call.component == Component::kKey && call.rows.rope.pairs > 0;
       if (!book->usable) {

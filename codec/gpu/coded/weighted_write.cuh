@@ -4,6 +4,7 @@
 
 #include "codec/format/element.h"
 #include "codec/gpu/coded/coded_decode.cuh"
+#include "codec/gpu/coded/turns.cuh"
 #include "codec/gpu/coded/weighted_batch.h"
 #include "gpu/math.cuh"
 
@@ -32,11 +33,24 @@ __device__ __forceinline__ void store_pair_of(uint16_t* to, bool aligned, DType 
   }
 }
 
+// Turns of 64 places: in the shared memory of a CTA or in the caller's. In shared memory two turns
+// are left out behind each 16, so that lanes which load 16 bytes of every 32 or 64 meet in no bank.
+struct PlaceTurns {
+  const Turn* first;  // [64][pitch(pairs)]
+  bool is_shared;
+
+  TKV_HD static constexpr int32_t padded(int32_t i) { return i + i / 16 * 2; }
+  TKV_HD int32_t pitch(int32_t pairs) const { return is_shared ? padded(pairs) : pairs; }
+  TKV_HD const Turn* at(int32_t place, int32_t pairs, int32_t i) const {
+    return first + place * pitch(pairs) + (is_shared ? padded(i) : i);
+  }
+};
+
 // The tokens of a tile as a writer sees them.
 struct TileTokens {
   const WeightedDecode& call;
   const RangeTarget& target;
-  const Turn* of_places;
+  const PlaceTurns& of_places;
   const float* factors;
   const int16_t* codes;  // of the tile, in the slice from first_dim on
   const int16_t* kept;   // of the tile, in the slice before; null: none
@@ -72,8 +86,8 @@ struct TileTokens {
                ? half_to_float(call.rows.key_means[int64_t{target.row} * call.rows.head_dim + d])
                : 0.0f;
   }
-  __device__ __forceinline__ const Turn* places(int32_t t) const {
-    return of_places + (target.place_of_first + tile * kTileTokens + t) * call.rows.rope.pairs;
+  __device__ __forceinline__ int32_t place(int32_t t) const {
+    return target.place_of_first + tile * kTileTokens + t;
   }
   __device__ __forceinline__ const Turn* block_turns() const {
     return call.rows.rope.block + int64_t{target.block} * call.rows.rope.pairs;
@@ -119,7 +133,7 @@ __device__ __forceinline__ void write_turned(const TileTokens& tokens) {
       const float factor = tokens.factor(t);
       float x = weighted_value(*tokens.at(t, first), mean[0], scale[0], factor);
       float y = weighted_value(*tokens.at(t, second), mean[1], scale[1], factor);
-      turn_pair(compose_turns(block, tokens.places(t)[i]), &x, &y);
+      turn_pair(compose_turns(block, *tokens.of_places.at(tokens.place(t), rope.pairs, i)), &x, &y);
       tokens.to(t)[first] = rounded(tokens.call.dtype, x);
       tokens.to(t)[second] = rounded(tokens.call.dtype, y);
     }
@@ -127,70 +141,90 @@ __device__ __forceinline__ void write_turned(const TileTokens& tokens) {
   write_plain(tokens, 2 * rope.pairs, tokens.call.rows.head_dim);
 }
 
-// ---- eight channels of a token at once, 16 bytes ----
+// ---- runs of eight channels of a token, 16 bytes; of keys that turn in halves two runs a lane
+// ----
 
-inline constexpr int32_t kOctet = 8;
+enum class Turning { kNone, kNeighbours, kHalves };
+inline constexpr int32_t kRun = 8;
 
-// Whether octets can be loaded and stored, and turned where the tokens turn.
-__device__ __forceinline__ bool has_octets(const TileTokens& tokens) {
-  const DeviceWeightedRows& rows = tokens.call.rows;
-  const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
-  const uintptr_t any = address(rows.key_scales) | address(rows.key_means) |
-                        address(rows.rope.place) | address(rows.rope.block) |
-                        address(tokens.target.to);
-  const bool turns = tokens.call.component == Component::kKey;
-  return any % 16 == 0 && tokens.target.token_stride % kOctet == 0 &&
-         (!turns || rows.rope.pairs % kOctet == 0);
-}
-
-// Neighbouring lanes have the octets of [from, end), then those of the next token.
-struct LaneOctets {
-  int32_t d, row, rows;  // first channel; the token of this lane, of `rows` at a time
-  __device__ __forceinline__ LaneOctets(int32_t from, int32_t end) {
-    const int32_t octets = (end - from) / kOctet;
-    rows = kWarpLanes / octets;
-    row = lane_index() / octets;
-    d = from + lane_index() % octets * kOctet;
+// Neighbouring lanes have the runs of a token, then those of the next one.
+struct LaneRun {
+  int32_t first, row, rows;  // channel; the token of this lane, of `rows` at a time
+  __device__ __forceinline__ explicit LaneRun(int32_t dims) {
+    const auto runs = static_cast<uint32_t>(max(1, dims / kRun)), lane = threadIdx.x % 32u;
+    rows = static_cast<int32_t>(32u / runs);
+    row = static_cast<int32_t>(lane / runs);
+    first = static_cast<int32_t>(lane % runs) * kRun;
   }
 };
 
-__device__ __forceinline__ void load_octet(const float* from, float (&x)[kOctet]) {
+// How the tokens of a block are written.
+struct WriteWay {
+  Turning turning;
+  bool in_runs;
+  LaneRun lane;  // of the channels that turn; of a slice where none do
+
+  __device__ __forceinline__ WriteWay(const WeightedDecode& call, const RangeTarget& target)
+      : turning(turning_of(call)),
+        in_runs(has_runs(call, target)),
+        lane(turning == Turning::kNone     ? LaneRun(min(call.rows.head_dim, kSliceDims))
+             : turning == Turning::kHalves ? LaneRun(call.rows.rope.pairs)
+                                           : LaneRun(2 * call.rows.rope.pairs)) {}
+
+ private:
+  __device__ __forceinline__ static Turning turning_of(const WeightedDecode& call) {
+    const DeviceRope& rope = call.rows.rope;
+    if (call.component != Component::kKey || rope.pairs == 0) return Turning::kNone;
+    return rope.pairing == RopePairing::kHalves ? Turning::kHalves : Turning::kNeighbours;
+  }
+  // Whether runs can be loaded and stored, and turned where the tokens turn.
+  __device__ __forceinline__ static bool has_runs(const WeightedDecode& call,
+                                                  const RangeTarget& target) {
+    const DeviceWeightedRows& rows = call.rows;
+    const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
+    const uintptr_t any = address(rows.key_scales) | address(rows.key_means) |
+                          address(rows.rope.place) | address(rows.rope.block) | address(target.to);
+    const bool turns = call.component == Component::kKey;
+    return any % 16 == 0 && target.token_stride % kRun == 0 &&
+           (!turns || rows.rope.pairs % kRun == 0);
+  }
+};
+
+template <int32_t kCount>
+__device__ __forceinline__ void load_floats(const float* from, float* x) {
 #pragma unroll
-  for (int32_t i = 0; i < kOctet; i += 4) {
+  for (int32_t i = 0; i < kCount; i += 4) {
     const float4 y = *reinterpret_cast<const float4*>(from + i);
     x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
   }
 }
 
-// Eight channels of a row from d on.
-struct Octet {
-  float scale[kOctet], mean[kOctet];
-  __device__ __forceinline__ Octet(const TileTokens& tokens, int32_t d) {
+// The run of a row from channel d on.
+struct RunScales {
+  float scale[kRun], mean[kRun];
+
+  __device__ __forceinline__ RunScales(const TileTokens& tokens, bool is_key, int32_t d) {
     const DeviceWeightedRows& rows = tokens.call.rows;
     const int64_t at = int64_t{tokens.target.row} * rows.head_dim + d;
+    uint4 means = {};
+    if (is_key) {
+      if (rows.key_means != nullptr) means = *reinterpret_cast<const uint4*>(rows.key_means + at);
+      load_floats<kRun>(rows.key_scales + at, scale);
+    } else {
+      const float step = rows.value_steps[tokens.target.row];
 #pragma unroll
-    for (int32_t i = 0; i < kOctet; ++i) scale[i] = mean[i] = 0.0f;
-    if (tokens.call.component == Component::kValue) {
-#pragma unroll
-      for (int32_t i = 0; i < kOctet; ++i) scale[i] = rows.value_steps[tokens.target.row];
-      return;
+      for (int32_t i = 0; i < kRun; ++i) scale[i] = step;
     }
-    load_octet(rows.key_scales + at, scale);
-    if (rows.key_means == nullptr) return;
-    const uint4 halves = *reinterpret_cast<const uint4*>(rows.key_means + at);
-    const uint32_t words[4] = {halves.x, halves.y, halves.z, halves.w};
+    const uint32_t words[kRun / 2] = {means.x, means.y, means.z, means.w};
 #pragma unroll
-    for (int32_t i = 0; i < kOctet; ++i) {
+    for (int32_t i = 0; i < kRun; ++i) {
       mean[i] = half_to_float(static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2))));
     }
   }
-  __device__ __forceinline__ void values(const TileTokens& tokens, int32_t t, int32_t d,
-                                         float (&x)[kOctet]) const {
-    const float factor = tokens.factor(t);
-    const uint4 codes = *reinterpret_cast<const uint4*>(tokens.at(t, d));
-    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+  __device__ __forceinline__ void values(const uint4& codes, float factor, float* x) const {
+    const uint32_t words[kRun / 2] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
-    for (int32_t i = 0; i < kOctet; ++i) {
+    for (int32_t i = 0; i < kRun; ++i) {
       const uint32_t word = words[i / 2];
       const int32_t code =
           i % 2 == 0 ? static_cast<int16_t>(word) : static_cast<int32_t>(word) >> 16;
@@ -198,88 +232,91 @@ struct Octet {
     }
   }
 };
-__device__ __forceinline__ void store_octet(const TileTokens& tokens, int32_t t, int32_t d,
-                                            const float (&x)[kOctet]) {
-  uint32_t words[4];
+template <bool kFloat16>
+__device__ __forceinline__ void store_run(const float* x, uint16_t* to) {
+  uint32_t words[kRun / 2];
 #pragma unroll
-  for (int32_t i = 0; i < 4; ++i) {
-    words[i] = tokens.call.dtype == DType::kFloat16 ? pack_outputs(x[2 * i], x[2 * i + 1], false)
-                                                    : pack_bfloats(x[2 * i], x[2 * i + 1]);
+  for (int32_t i = 0; i < kRun / 2; ++i) {
+    words[i] = kFloat16 ? pack_outputs(x[2 * i], x[2 * i + 1], false)
+                        : pack_bfloats(x[2 * i], x[2 * i + 1]);
   }
-  *reinterpret_cast<uint4*>(tokens.to(t) + d) = {words[0], words[1], words[2], words[3]};
+  *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
 }
 
-// kTurns: channels of neighbours that turn.
-template <bool kTurns>
-__device__ __forceinline__ void write_octets(const TileTokens& tokens, int32_t from, int32_t end) {
-  if (from >= end) return;
-  const LaneOctets lane(from, end);
+template <Turning kTurning, bool kFloat16>
+__device__ __forceinline__ void write_runs(const TileTokens& tokens, int32_t from,
+                                           const LaneRun& lane) {
+  constexpr bool kHalves = kTurning == Turning::kHalves;
+  constexpr int32_t kTurns = kHalves ? kRun : kTurning == Turning::kNeighbours ? kRun / 2 : 0;
   if (lane.row >= lane.rows) return;
-  const Octet octet(tokens, lane.d);
-  float block[kOctet];
-  if constexpr (kTurns) load_octet(&tokens.block_turns()[lane.d / 2].cos, block);
-  for (int32_t t = tokens.begin() + lane.row; t < tokens.end(); t += lane.rows) {
-    float x[kOctet];
-    octet.values(tokens, t, lane.d, x);
-    if constexpr (kTurns) {
-      float place[kOctet];
-      load_octet(&tokens.places(t)[lane.d / 2].cos, place);
-#pragma unroll
-      for (int32_t i = 0; i < kOctet; i += 2) {
-        turn_pair(compose_turns({block[i], block[i + 1]}, {place[i], place[i + 1]}), &x[i],
-                  &x[i + 1]);
-      }
-    }
-    store_octet(tokens, t, lane.d, x);
-  }
-}
-
-// Keys that turn in halves: a lane has both octets of eight pairs.
-__device__ __forceinline__ void write_octets_of_halves(const TileTokens& tokens) {
-  const int32_t pairs = tokens.call.rows.rope.pairs;
-  const LaneOctets lane(0, pairs);
-  if (lane.row >= lane.rows) return;
-  const Octet near(tokens, lane.d), far(tokens, lane.d + pairs);
-  float block[2][kOctet];
-#pragma unroll
-  for (int32_t h = 0; h < 2; ++h) {
-    load_octet(&tokens.block_turns()[lane.d + h * kOctet / 2].cos, block[h]);
-  }
-  for (int32_t t = tokens.begin() + lane.row; t < tokens.end(); t += lane.rows) {
-    float x[kOctet], y[kOctet];
-    near.values(tokens, t, lane.d, x);
-    far.values(tokens, t, lane.d + pairs, y);
-#pragma unroll
-    for (int32_t h = 0; h < 2; ++h) {
-      float place[kOctet];
-      load_octet(&tokens.places(t)[lane.d + h * kOctet / 2].cos, place);
-#pragma unroll
-      for (int32_t i = 0; i < kOctet; i += 2) {
-        const int32_t pair = h * kOctet / 2 + i / 2;
-        turn_pair(compose_turns({block[h][i], block[h][i + 1]}, {place[i], place[i + 1]}), &x[pair],
-                  &y[pair]);
-      }
-    }
-    store_octet(tokens, t, lane.d, x);
-    store_octet(tokens, t, lane.d + pairs, y);
-  }
-}
-
-__device__ __forceinline__ void write_tile(const TileTokens& tokens, int32_t dims) {
   const DeviceRope& rope = tokens.call.rows.rope;
-  const int32_t head_dim = tokens.call.rows.head_dim;
-  const bool turns = tokens.call.component == Component::kKey && rope.pairs > 0;
-  if (!has_octets(tokens)) {
-    return turns ? write_turned(tokens)
-                 : write_plain(tokens, tokens.first_dim, tokens.first_dim + dims);
+  const int32_t d = from + lane.first, far = kHalves ? d + rope.pairs : d;
+  const int32_t pair = kTurning == Turning::kNeighbours ? d / 2 : d;
+  const bool is_key = kTurns > 0 || tokens.call.component == Component::kKey;
+  const RunScales scales(tokens, is_key, d), far_scales(tokens, is_key, far);
+  float block[2 * kTurns + 1];
+  if constexpr (kTurns > 0) load_floats<2 * kTurns>(&tokens.block_turns()[pair].cos, block);
+  int32_t t = tokens.begin() + lane.row;
+  const int32_t end = tokens.end();
+  const int16_t* codes = tokens.at(t, d);
+  const int16_t* far_codes = tokens.at(t, far);
+  const float* factor = tokens.factors + tokens.tile * kTileTokens + t;
+  const Turn* turns = tokens.of_places.at(tokens.place(t), rope.pairs, pair);
+  const int32_t turns_step = lane.rows * tokens.of_places.pitch(rope.pairs);
+  uint16_t* to = tokens.to(t) + d;
+  const int64_t to_step = lane.rows * tokens.target.token_stride;
+#pragma unroll 1
+  for (; t < end; t += lane.rows) {
+    float x[2 * kRun], place[2 * kTurns + 1];
+    const uint4 near_words = *reinterpret_cast<const uint4*>(codes);
+    uint4 far_words = {};
+    if constexpr (kHalves) far_words = *reinterpret_cast<const uint4*>(far_codes);
+    if constexpr (kTurns > 0) load_floats<2 * kTurns>(&turns->cos, place);
+    scales.values(near_words, *factor, x);
+    if constexpr (kHalves) far_scales.values(far_words, *factor, x + kRun);
+#pragma unroll
+    for (int32_t i = 0; i < kTurns; ++i) {
+      const int32_t first = kHalves ? i : 2 * i, second = kHalves ? i + kRun : 2 * i + 1;
+      turn_pair(compose_turns({block[2 * i], block[2 * i + 1]}, {place[2 * i], place[2 * i + 1]}),
+                &x[first], &x[second]);
+    }
+    store_run<kFloat16>(x, to);
+    if constexpr (kHalves) store_run<kFloat16>(x + kRun, to + rope.pairs);
+    codes += lane.rows * kTileStride, far_codes += lane.rows * kTileStride;
+    factor += lane.rows, turns += turns_step, to += to_step;
   }
-  if (!turns) return write_octets<false>(tokens, tokens.first_dim, tokens.first_dim + dims);
-  if (rope.pairing == RopePairing::kHalves) {
-    write_octets_of_halves(tokens);
+}
+
+template <bool kFloat16>
+__device__ __forceinline__ void write_in_runs(const TileTokens& tokens, const WriteWay& way) {
+  int32_t from = tokens.first_dim;
+  LaneRun lane = way.lane;
+  if (way.turning != Turning::kNone) {
+    if (way.turning == Turning::kHalves) {
+      write_runs<Turning::kHalves, kFloat16>(tokens, 0, lane);
+    } else {
+      write_runs<Turning::kNeighbours, kFloat16>(tokens, 0, lane);
+    }
+    from = 2 * tokens.call.rows.rope.pairs;
+    if (from >= tokens.call.rows.head_dim) return;
+    lane = LaneRun(tokens.call.rows.head_dim - from);
+  }
+  write_runs<Turning::kNone, kFloat16>(tokens, from, lane);
+}
+
+__device__ __forceinline__ void write_tile(const TileTokens& tokens, int32_t dims,
+                                           const WriteWay& way) {
+  if (way.in_runs) {
+    if (tokens.call.dtype == DType::kFloat16) {
+      write_in_runs<true>(tokens, way);
+    } else {
+      write_in_runs<false>(tokens, way);
+    }
+  } else if (way.turning != Turning::kNone) {
+    write_turned(tokens);
   } else {
-    write_octets<true>(tokens, 0, 2 * rope.pairs);
+    write_plain(tokens, tokens.first_dim, tokens.first_dim + dims);
   }
-  write_octets<false>(tokens, 2 * rope.pairs, head_dim);
 }
 
 }  // namespace tierkv

@@ -316,9 +316,7 @@ struct DecodeOldBlocks {
     const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
     uint8_t* const mine =
         region + region_bytes + kDecodeBookBytes + warp * weighted_decode_warp_bytes(decode);
-    const WeightedDecodeWarp memory{nullptr, reinterpret_cast<float*>(mine),
-                                    reinterpret_cast<int16_t*>(mine + kFactorBytes), nullptr,
-                                    mine + kFactorBytes + kCodesTileBytes};
+    const WeightedDecodeWarp memory(decode, {}, mine);
     TableReader reader(book->codebook, region);
     const int32_t heads = call.heads();
     const Positions cells = cells_of_layer(call, layer);
