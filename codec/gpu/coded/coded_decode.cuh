@@ -87,6 +87,7 @@ __device__ inline bool add_exceptions(const CodedBlockHeader& h, const CodedBloc
                                       const uint8_t* block, int32_t tile, int16_t* codes) {
   const auto* exceptions = reinterpret_cast<const uint32_t*>(block + at.exceptions);
   bool fits = true;
+#pragma unroll 1
   for (int32_t i = lane_index(); i < h.exceptions; i += kWarpLanes) {
     const auto index = static_cast<int32_t>(exceptions[i] & 0xffffu);
     const int32_t token = index / kSliceDims - tile * kTileTokens;
@@ -206,6 +207,7 @@ __device__ __forceinline__ bool decode_tiles(const OpenTiles& open, TableReader&
 
 // By the warp: into shared memory, until it is there.
 __device__ __forceinline__ void copy_block(const uint8_t* from, int32_t bytes, uint8_t* to) {
+#pragma unroll 2
   for (int32_t i = 16 * lane_index(); i < bytes; i += 16 * kWarpLanes) {
     copy_async_16(to + i, from + i, true);
   }

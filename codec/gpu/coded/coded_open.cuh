@@ -14,14 +14,17 @@ __device__ __forceinline__ uint64_t sum_of_warp(uint64_t x) {
   return x;
 }
 
-// block_checksum() of a block whose words are aligned.
+// block_checksum() of a block that is 16-byte aligned.
 __device__ __forceinline__ uint32_t warp_checksum(const uint8_t* block, int32_t bytes) {
-  const auto* words = reinterpret_cast<const uint32_t*>(block);
-  const int32_t n = bytes / 4;
-  uint64_t sum = 0;  // below 2^56: at most 4100 words
-  for (int32_t i = lane_index(); i < n; i += 32) {
-    const uint32_t word = i == 3 ? words[i] & 0xffffu : words[i];
-    sum += static_cast<uint64_t>(n - i) * word;
+  const auto* words = reinterpret_cast<const uint4*>(block);
+  const auto left = static_cast<uint32_t>(bytes / 4);
+  const auto times = [](uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b; };
+  uint64_t sum = 0;  // below 2^56: at most 4116 words
+  for (auto i = static_cast<uint32_t>(lane_index()); 4 * i < left; i += kWarpLanes) {
+    const uint4 x = words[i];
+    const uint32_t weight = left - 4 * i;
+    sum += times(weight, x.x) + times(weight - 1, x.y) + times(weight - 2, x.z) +
+           times(weight - 3, i == 0 ? x.w & 0xffffu : x.w);
   }
   return static_cast<uint32_t>(sum_of_warp(sum) % kChecksumPrime);
 }
@@ -30,6 +33,7 @@ __device__ __forceinline__ uint32_t warp_checksum(const uint8_t* block, int32_t 
 __device__ __forceinline__ bool padding_is_zero(const CodedBlockHeader& h,
                                                 const CodedBlockLayout& at, const uint8_t* block) {
   bool zero = true;
+#pragma unroll 1
   for (int32_t i = at.end + 4 * lane_index(); i < at.bytes; i += 4 * 32) {
     zero &= *reinterpret_cast<const uint32_t*>(block + i) == 0;
   }
@@ -47,6 +51,7 @@ __device__ __forceinline__ bool exceptions_are_valid(const CodedBlockHeader& h,
                                                      const uint8_t* block) {
   const auto* exceptions = reinterpret_cast<const uint32_t*>(block + at.exceptions);
   bool valid = true;
+#pragma unroll 1
   for (int32_t i = lane_index(); i < h.exceptions; i += kWarpLanes) {
     const uint32_t index = exceptions[i] & 0xffffu;
     valid &= exceptions[i] >> 16 != 0 && index / kSliceDims < h.tokens &&

@@ -113,6 +113,7 @@ __device__ inline bool header_is_valid(const WeightedBlockHeader& h, int32_t tok
 __device__ __forceinline__ bool gap_is_zero(const uint8_t* block, int32_t from_bit,
                                             int32_t to_byte) {
   bool zero = true;
+#pragma unroll 1
   for (int32_t i = from_bit / 32 + lane_index(); 4 * i < to_byte; i += kWarpLanes) {
     const uint32_t word = reinterpret_cast<const uint32_t*>(block)[i];
     zero &= (i == from_bit / 32 ? word >> from_bit % 32 : word) == 0;
@@ -150,6 +151,7 @@ __device__ inline bool load_factors(const WeightedBlockHeader& h, const Weighted
                                     const uint8_t* block, bool first_slice, float* factors) {
   if (!first_slice) return h.exponent_bits == 0 && h.least_exponent == 0;
   bool valid = true;
+#pragma unroll 1
   for (int32_t t = lane_index(); t < h.tokens; t += kWarpLanes) {
     const int32_t e = h.least_exponent + static_cast<int32_t>(load_word_field(block + at.exponents,
                                                                               t, h.exponent_bits));
@@ -167,7 +169,11 @@ __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeT
                                         const DeviceCodebook& book, const SliceBytes& slice,
                                         const WeightedDecodeWarp& memory, BlockStreams* streams) {
   if (slice.size < kCodedBlockHeaderBytes) return StatusCode::kCorrupt;
-  const WeightedBlockHeader h = load_weighted_header(slice.from);
+  // All that the slice can take: its header need not come first.
+  const bool fits = slice.size < call.max_block_bytes;
+  copy_block(slice.from, fits ? static_cast<int32_t>(slice.size) : call.max_block_bytes,
+             memory.block);
+  const WeightedBlockHeader h = load_weighted_header(memory.block);
   const int32_t dims = min(kSliceDims, call.rows.head_dim - slice.first_dim);
   if (!header_is_valid(h, target.tokens, dims, call.component, book)) {
     return StatusCode::kCorrupt;
@@ -178,8 +184,6 @@ __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeT
     return StatusCode::kCorrupt;
   }
   if (bytes > call.max_block_bytes) return StatusCode::kOutOfRange;
-  copy_block(slice.from, bytes, memory.block);
-
   const bool raw = is_raw_mode(h.mode);
   *streams = {nullptr, raw ? 0 : h.streams_per_lane, {0, 0}, {0, 0}};
   const int32_t payload_bits = find_bounds(h, at, memory.block, streams);
