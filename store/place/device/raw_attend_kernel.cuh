@@ -368,6 +368,10 @@ struct RawAttend {
     write_columns(first_column);
   }
 
+  __device__ __forceinline__ static float probability(float score, float lse) {
+    return lse == -INFINITY ? 0.0f : exp2_fast(score - lse);
+  }
+
   // By a warp: the largest probabilities of a round's columns join those of their queries.
   __device__ __forceinline__ void see_columns(int32_t first_column, const float (&s)[4]) {
 #pragma unroll
@@ -375,8 +379,7 @@ struct RawAttend {
       const int32_t in_round = 2 * t + i % 2;
       const bool is_real = column_at(first_column + in_round).is_real;
       const float lse = is_real ? shared.lse[first_column + in_round] : -INFINITY;
-      shared.seen[warp][in_round][g + 8 * (i / 2)] =
-          lse == -INFINITY ? 0.0f : exp2_fast(s[i] - lse);
+      shared.seen[warp][in_round][g + 8 * (i / 2)] = probability(s[i], lse);
     }
     __syncwarp();
     if (lane < kTileTokens) {
@@ -390,10 +393,41 @@ struct RawAttend {
     __syncwarp();
   }
 
+  // The same for a single query and an item whose scores are there: lanes t = 0 and 1 have a token
+  // each.
+  __device__ __forceinline__ void count_one_query(int32_t item, const float (&lse)[2]) {
+    const int32_t position = (r.first_tile + item) * kTileTokens + g + 8 * t;
+    const bool counts =
+        t < 2 && position >= r.first && position < least(r.at.tokens, position_of(0));
+    auto* const score = reinterpret_cast<RawScore*>(r.bytes + c.raw.score_byte(position));
+    RawScore sum;
+    if (counts) sum = *score;
+    const float4 x = kept_scores(item);
+    float seen[2] = {fmaxf(probability(x.x, lse[0]), probability(x.y, lse[1])),
+                     fmaxf(probability(x.z, lse[0]), probability(x.w, lse[1]))};
+#pragma unroll
+    for (int32_t lanes = 1; lanes < 4; lanes *= 2) {
+      for (float& y : seen) y = fmaxf(y, __shfl_xor_sync(kFullWarp, y, lanes));
+    }
+    if (!counts || sum.count < 0) return;
+    sum.sum = fminf(sum.sum + (t == 0 ? seen[0] : seen[1]), 3.402823466e38f);
+    sum.count = least(sum.count + 1, kMostCounted);
+    *score = sum;
+  }
+
   // As HostPlace::count_query(): a query counts for the ring's tokens before its own.
   __device__ __forceinline__ void count_seen() {
+    float lse[2];
+#pragma unroll
+    for (int32_t i = 0; i < 2; ++i) {
+      lse[i] = column_at(2 * t + i).is_real ? shared.lse[2 * t + i] : -INFINITY;
+    }
     for (int32_t item = first_item(); item < r.ring_tiles; item += kAttendWarps) {
       if (item < 0) continue;
+      if (c.q_len == 1 && keeps(item)) {
+        count_one_query(item, lse);
+        continue;
+      }
       for (int32_t j = 0; lane < kTileTokens && j < c.q_len; ++j) shared.largest[warp][j][lane] = 0;
       __syncwarp();
       if (keeps(item)) {
