@@ -88,7 +88,8 @@ inline __global__ void __launch_bounds__(32)
   constexpr uint64_t kStart[kChecksumLanes] = {
       0xc2b2ae3du,           0x9e3779b185ebca87ull, 0xc2b2ae3d27d4eb4full, 0x165667b19e3779f9ull,
       0x85ebca77c2b2ae63ull, 0x85ebca77u,           0x27d4eb2f165667c5ull, 0x9e3779b1u};
-  constexpr int32_t kAtOnce = 32 / kChecksumLanes;
+  // Sums are loaded while those before them are scrambled, which takes about as long.
+  constexpr int32_t kOfLoad = 32 / kChecksumLanes, kLoads = 8, kAtOnce = kLoads * kOfLoad;
   const ChecksumChunk chunk = c.chunks[blockIdx.x];
   const int32_t lane = lane_index(), i = lane % kChecksumLanes;
   if (chunk.is_short()) {
@@ -97,18 +98,26 @@ inline __global__ void __launch_bounds__(32)
   }
   const int64_t full = chunk.full_blocks();
   const uint64_t* sums = c.sums + chunk.first_block * kChecksumLanes;
+  uint64_t next[kLoads];
   const auto load = [&](int64_t b) {
-    return b + lane / kChecksumLanes <= full ? sums[b * kChecksumLanes + lane] : 0;
+#pragma unroll
+    for (int32_t j = 0; j < kLoads; ++j) {
+      const int64_t block = b + j * kOfLoad;
+      next[j] = block + lane / kChecksumLanes <= full ? sums[block * kChecksumLanes + lane] : 0;
+    }
   };
   uint64_t x = 0;
   for (int32_t j = 0; j < kChecksumLanes; ++j) x = i == j ? kStart[j] : x;
   const uint64_t scramble = c.keys.stripes[16 + i];
-  uint64_t next = load(0);
+  load(0);
   for (int64_t b = 0; b <= full; b += kAtOnce) {
-    const uint64_t now = next;
-    next = load(b + kAtOnce);
+    uint64_t now[kLoads];
+#pragma unroll
+    for (int32_t j = 0; j < kLoads; ++j) now[j] = next[j];
+    load(b + kAtOnce);
+#pragma unroll
     for (int32_t j = 0; j < kAtOnce; ++j) {
-      x += __shfl_sync(kFullWarp, now, j * kChecksumLanes + i);
+      x += __shfl_sync(kFullWarp, now[j / kOfLoad], j % kOfLoad * kChecksumLanes + i);
       if (b + j < full) x = (x ^ x >> 47 ^ scramble) * 0x9e3779b1u;
     }
   }

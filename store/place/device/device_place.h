@@ -111,7 +111,14 @@ class DevicePlace final : public Place {
                      const std::vector<uint8_t*>& parts);
   uint64_t checksum_of(int64_t part, int64_t bytes, const uint8_t* at) const;
   Status import_opened(int32_t slot, const SequenceParts& parts);
-  Status receive_layers(int32_t slot, const SequenceParts& parts,
+  // A sequence that comes in: its bytes from the first part on, pinned; is_direct: the caller's.
+  struct Incoming {
+    std::vector<int64_t> sizes;  // of the parts
+    uint8_t* pinned = nullptr;
+    bool is_direct = false;
+  };
+  Status begin_receiving(const SequenceParts& parts, Incoming* from);
+  Status receive_layers(int32_t slot, const SequenceParts& parts, const Incoming& from,
                         const std::vector<HostPlace::LayerImport>& imports);
   Status finish_import(int32_t slot, const SequenceParts& parts,
                        const std::vector<HostPlace::LayerImport>& imports);

@@ -174,7 +174,7 @@ Status DevicePlace::send_layers(int32_t slot, const LayerMoves& layers,
     if (!memory) return memory.status();
     pinned = *memory;
   }
-  if (Status s = link_->begin(sizes, pinned, false); !s) return s;
+  if (Status s = link_->begin(sizes, pinned, false, false); !s) return s;
   std::vector<ExportedBody> bodies(heads);
   for (const LayerMove& move : layers) {
     for (int32_t h = 0; h < heads; ++h) {
@@ -182,7 +182,6 @@ Status DevicePlace::send_layers(int32_t slot, const LayerMoves& layers,
     }
     if (Status s = link_->send(slot, move.from, bodies); !s) return s;
   }
-  if (Status s = link_->flush(); !s) return s;
   if (pinned != parts[0]) {
     const OnDevice on_device;
     Status s = try_parallel_for(
@@ -214,6 +213,8 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
 // the host finds out which, and how.
 Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   if (Status s = open_mirror(); !s) return s;
+  Incoming from;
+  if (Status s = begin_receiving(parts, &from); !s) return s;
   const Result<std::vector<HostPlace::LayerImport>> imports =
       mirror_->plan_imports(0, parts, true);
   if (!imports) return imports.status();
@@ -222,7 +223,7 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   if (Status s = take_pages(slot, plans); !s) return s;
   if (Status s = copy_tables(slot); !s) return s;
   if (Status s = wait(); !s) return s;
-  if (Status s = receive_layers(slot, parts, *imports); !s) return s;
+  if (Status s = receive_layers(slot, parts, from, *imports); !s) return s;
   if (Status s = copy_states(slot, true); !s) return s;
   const Status finished = finish_import(slot, parts, *imports);
   if (finished.code() != StatusCode::kCorrupt) return finished;
@@ -230,38 +231,43 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   return named ? finished : named.status();
 }
 
-// Memory that is not pinned is copied to such as is, by several threads. The one that completes the
-// next layer gives it to the link.
-Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts,
-                                   const std::vector<HostPlace::LayerImport>& imports) {
-  const int64_t heads = config_.layout.num_kv_heads, num_layers = config_.layout.num_layers;
-  std::vector<int64_t> sizes;
+Status DevicePlace::begin_receiving(const SequenceParts& parts, Incoming* from) {
   for (size_t row = 0; row < parts.raw.size(); ++row) {
-    sizes.push_back(static_cast<int64_t>(parts.raw[row].size()));
-    sizes.push_back(static_cast<int64_t>(parts.bodies[row].size()));
+    from->sizes.push_back(static_cast<int64_t>(parts.raw[row].size()));
+    from->sizes.push_back(static_cast<int64_t>(parts.bodies[row].size()));
   }
-  const int64_t bytes = padded_bytes(sizes);
+  const int64_t bytes = padded_bytes(from->sizes);
   const uint8_t* const first = parts.raw[0].data();
   // The link reads it.
-  uint8_t* pinned = const_cast<uint8_t*>(first);
-  const bool is_direct = is_pinned(first, bytes);
-  if (!is_direct) {
+  from->pinned = const_cast<uint8_t*>(first);
+  from->is_direct = is_pinned(first, bytes);
+  if (!from->is_direct) {
     const Result<uint8_t*> memory = link_->host_memory(bytes);
     if (!memory) return memory.status();
-    pinned = *memory;
+    from->pinned = *memory;
   }
-  if (Status s = link_->begin(sizes, pinned, true); !s) return s;
+  return link_->begin(from->sizes, from->pinned, true, from->is_direct);
+}
+
+// Memory that is not pinned is copied to such as is, by several threads. The one that completes the
+// next layer gives it to the link.
+Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, const Incoming& from,
+                                   const std::vector<HostPlace::LayerImport>& imports) {
+  const int64_t heads = config_.layout.num_kv_heads, num_layers = config_.layout.num_layers;
+  const std::span<const int64_t> sizes = from.sizes;
+  const uint8_t* const first = parts.raw[0].data();
+  const int32_t threads = from.is_direct ? 1 : threads_for(padded_bytes(sizes));
   const OnDevice on_device;
   std::mutex mutex;
   std::vector<PageRanges> ranges(num_layers);
   std::vector<uint8_t> is_there(num_layers);
   int64_t next = 0;
-  Status s = try_parallel_for(num_layers, is_direct ? 1 : threads_for(bytes), [&](int64_t layer) {
+  Status s = try_parallel_for(num_layers, threads, [&](int64_t layer) {
     PageRanges placed =
         mirror_->format()->place_import(imports[layer].layer, *imports[layer].plan);
-    const uint8_t* const from = parts.raw[layer * heads].data();
-    const auto of_layer = std::span(sizes).subspan(2 * layer * heads, 2 * heads);
-    if (!is_direct) std::copy_n(from, padded_bytes(of_layer), pinned + (from - first));
+    const uint8_t* const bytes = parts.raw[layer * heads].data();
+    const int64_t size = padded_bytes(sizes.subspan(2 * layer * heads, 2 * heads));
+    if (!from.is_direct) std::copy_n(bytes, size, from.pinned + (bytes - first));
     const std::lock_guard<std::mutex> lock(mutex);
     ranges[layer] = std::move(placed);
     is_there[layer] = 1;

@@ -57,50 +57,70 @@ SequenceLink::~SequenceLink() {
   (void)cudaStreamDestroy(copies_);
 }
 
-Status SequenceLink::begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes) {
-  moves_.clear();
+Status SequenceLink::begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes,
+                           bool is_there) {
   if (Status s = finish(); !s) return s;
-  const int64_t of_layer = int64_t{2} * view_.num_kv_heads;
-  int64_t most = 0, bytes = 0;
-  for (size_t i = 0; i < part_bytes.size(); ++i) {
-    if (i % of_layer == 0) bytes = 0;
-    bytes += round_up(part_bytes[i], 16);
-    most = std::max(most, bytes);
-  }
-  const auto num_parts = static_cast<int64_t>(part_bytes.size());
-  if (Status s = allocate(most + kGroupBytes, num_parts); !s) return s;
   list_ = 0;
   list_bytes_ = 0;
+  moves_.clear();
+  layer_ = group_ = 0;
+  host_ = host;
+  comes_ = comes;
+  is_there_ = is_there;
+  if (Status s = make_groups(part_bytes); !s) return s;
+  if (Status s = allocate(); !s) return s;
+  const cudaError_t error = cudaMemsetAsync(device_fault_, 0x7f, sizeof(int32_t), stream_);
+  if (Status s = cuda_status(error, "link"); !s) return s;
+  for (int32_t g = 0; is_there && g < std::min<int32_t>(kRing, groups_.size()); ++g) {
+    if (Status s = copy_group(g); !s) return s;
+  }
+  return Status::ok();
+}
+
+Status SequenceLink::make_groups(std::span<const int64_t> part_bytes) {
+  const auto num_parts = static_cast<int64_t>(part_bytes.size());
   const Result<ChecksumChunk*> parts = take<ChecksumChunk>(num_parts);
   const Result<uint64_t*> checksums = take<uint64_t>(num_parts);
   if (!parts || !checksums) return parts ? checksums.status() : parts.status();
   parts_ = *parts;
   checksums_ = *checksums;
-  for (int64_t i = 0; i < num_parts; ++i) parts_[i] = {0, round_up(part_bytes[i], 16), 0};
-  host_ = host;
-  comes_ = comes;
+  groups_.clear();
   group_of_.clear();
-  group_ = 0;
-  first_part_ = group_bytes_ = group_blocks_ = 0;
-  return cuda_status(cudaMemsetAsync(device_fault_, 0x7f, sizeof(int32_t), stream_), "link");
+  Group group;
+  for (int64_t i = 0; i < num_parts; ++i) {
+    parts_[i] = {group.bytes, round_up(part_bytes[i], 16), group.blocks};
+    group.bytes += parts_[i].bytes;
+    group.blocks += parts_[i].bytes / kChecksumBlock + 1;
+    if ((i + 1) % (int64_t{2} * view_.num_kv_heads) != 0) continue;
+    group_of_.push_back(static_cast<int32_t>(groups_.size()));
+    group.end_layer = static_cast<int32_t>(group_of_.size());
+    if (group.bytes < kGroupBytes && i + 1 < num_parts) continue;
+    groups_.push_back(group);
+    group = {group.end_layer, group.end_layer, 0, 0, group.host_byte + group.bytes};
+  }
+  return Status::ok();
 }
 
-Status SequenceLink::allocate(int64_t group_bytes, int64_t num_parts) {
-  if (group_bytes > staged_bytes_) {
+Status SequenceLink::allocate() {
+  int64_t bytes = 0, blocks = 0;
+  for (const Group& group : groups_) {
+    bytes = std::max(bytes, group.bytes);
+    blocks = std::max(blocks, group.blocks);
+  }
+  if (bytes > staged_bytes_ || blocks > num_sums_) {
     memory_ = std::make_unique<DeviceMemory>("layers of a sequence that is exported or imported");
-    staged_bytes_ = 0;
+    staged_bytes_ = num_sums_ = 0;
     device_fault_ = nullptr;
     for (uint8_t*& staged : staged_) {
-      if (Status s = memory_->take(group_bytes, &staged); !s) return s;
+      if (Status s = memory_->take(bytes, &staged); !s) return s;
     }
-    // Every part has one block that is not full.
-    const int64_t blocks = group_bytes / kChecksumBlock + num_parts;
     if (Status s = memory_->take(blocks * kChecksumLanes, &sums_); !s) return s;
     if (Status s = memory_->take(1, &device_fault_); !s) return s;
-    staged_bytes_ = group_bytes;
+    staged_bytes_ = bytes;
+    num_sums_ = blocks;
   }
   for (std::vector<Event>* events : {&between_, &done_}) {
-    while (static_cast<int32_t>(events->size()) < view_.num_layers) {
+    while (events->size() < groups_.size()) {
       cudaEvent_t event = nullptr;
       const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
       if (Status s = cuda_status(error, "event"); !s) return s;
@@ -150,35 +170,20 @@ Result<const T*> SequenceLink::put(const T* from, int64_t count) {
   return static_cast<const T*>(*to);
 }
 
-Status SequenceLink::order(cudaStream_t before, const Event& event, cudaStream_t after) const {
-  cudaError_t error = cudaEventRecord(event_of(event), before);
-  if (error == cudaSuccess) error = cudaStreamWaitEvent(after, event_of(event), 0);
-  return cuda_status(error, "link");
-}
-
 Result<uint8_t*> SequenceLink::join(int32_t slot, LayerTokens at) {
-  const auto layer = static_cast<int32_t>(group_of_.size());
-  const int64_t of_layer = int64_t{2} * view_.num_kv_heads, part = layer * of_layer;
-  uint8_t* const staged = staged_[group_ % 2] + group_bytes_;
-  for (int64_t i = part; i < part + of_layer; ++i) {
-    parts_[i].first = group_bytes_;
-    parts_[i].first_block = group_blocks_;
-    group_bytes_ += parts_[i].bytes;
-    group_blocks_ += parts_[i].bytes / kChecksumBlock + 1;
-  }
-  group_of_.push_back(group_);
   LinkRaw raw;
   raw.raw = view_.raw;
   raw.laws = view_.laws;
   raw.at = at;
-  raw.rows = view_.slots.raw(slot, layer);
-  raw.bytes = staged_[group_ % 2];
-  raw.parts = parts_ + part;
-  raw.layer = layer;
+  raw.rows = view_.slots.raw(slot, layer_);
+  raw.bytes = staged(group_);
+  raw.parts = parts_ + int64_t{layer_} * 2 * view_.num_kv_heads;
+  raw.layer = layer_;
   raw.comes = comes_;
   raw.fault = device_fault_;
-  moves_.push_back({raw, {nullptr, layer, device_fault_}, 0});
-  return staged;
+  moves_.push_back({raw, {nullptr, layer_, device_fault_}, 0});
+  ++layer_;
+  return raw.bytes + raw.parts[0].first;
 }
 
 // Ranges that are not checked may be long.
@@ -204,7 +209,7 @@ Status SequenceLink::add_ranges(const PageRanges& ranges) {
   }
   moves_.back().ranges.ranges = *list;
   moves_.back().num_ranges = count;
-  return group_bytes_ >= kGroupBytes ? flush() : Status::ok();
+  return layer_ == groups_[group_].end_layer ? enqueue_group() : Status::ok();
 }
 
 Status SequenceLink::move_layers() const {
@@ -229,12 +234,14 @@ Status SequenceLink::move_layers() const {
 }
 
 Status SequenceLink::find_checksums() const {
-  const int64_t count = static_cast<int64_t>(moves_.size()) * 2 * view_.num_kv_heads;
+  const int64_t of_layer = int64_t{2} * view_.num_kv_heads;
+  const int64_t first = groups_[group_].first_layer * of_layer;
+  const int64_t count = groups_[group_].end_layer * of_layer - first;
   ChecksumCall call;
-  call.bytes = staged_[group_ % 2];
-  call.chunks = parts_ + first_part_;
+  call.bytes = staged(group_);
+  call.chunks = parts_ + first;
   call.sums = sums_;
-  call.checksums = checksums_ + first_part_;
+  call.checksums = checksums_ + first;
   call.keys = xxh3_keys();
   int64_t most = 0;
   for (int64_t i = 0; i < count; ++i) most = std::max(most, call.chunks[i].bytes);
@@ -248,15 +255,14 @@ Status SequenceLink::find_checksums() const {
 }
 
 Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies) {
-  const Result<uint8_t*> staged = join(slot, at);
-  if (!staged) return staged.status();
+  if (const auto joined = join(slot, at); !joined) return joined.status();
   const ChecksumChunk* const parts = moves_.back().raw.parts;
   PageRanges ranges;
   size_t count = bodies.size();
   for (const ExportedBody& body : bodies) count += body.pages.size();
   ranges.reserve(count);
   for (size_t h = 0; h < bodies.size(); ++h) {
-    uint8_t* to = staged_[group_ % 2] + parts[2 * h + 1].first;
+    uint8_t* to = staged(group_) + parts[2 * h + 1].first;
     const std::vector<uint8_t>& head = bodies[h].head;
     const Result<const uint8_t*> mapped = put(head.data(), static_cast<int64_t>(head.size()));
     if (!mapped) return mapped.status();
@@ -272,14 +278,16 @@ Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const Exported
 
 Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from,
                              PageRanges ranges, bool can_prune) {
-  const int64_t first = group_bytes_;
-  const Result<uint8_t*> staged = join(slot, at);
-  if (!staged) return staged.status();
+  const Result<uint8_t*> to = join(slot, at);
+  if (!to) return to.status();
   moves_.back().raw.can_prune = can_prune;
+  const ChecksumChunk* const parts = moves_.back().raw.parts;
+  const ChecksumChunk& last = parts[2 * view_.num_kv_heads - 1];
+  const int64_t bytes = last.first + last.bytes - parts[0].first;
   for (PageRange& range : ranges) {
     if (range.from == nullptr) continue;
-    if (range.from >= from && range.from < from + (group_bytes_ - first)) {
-      range.from = *staged + (range.from - from);
+    if (range.from >= from && range.from < from + bytes) {
+      range.from = *to + (range.from - from);
     } else {
       const Result<const uint8_t*> mapped = put(range.from, range.bytes);
       if (!mapped) return mapped.status();
@@ -289,37 +297,43 @@ Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from,
   return add_ranges(ranges);
 }
 
-Status SequenceLink::flush() {
-  if (moves_.empty()) return Status::ok();
-  const Event &between = between_[group_], &done = done_[group_];
-  const cudaStream_t first = comes_ ? copies_ : stream_, second = comes_ ? stream_ : copies_;
-  if (group_ >= 2) {
-    const cudaError_t error = cudaStreamWaitEvent(first, event_of(done_[group_ - 2]), 0);
-    if (Status s = cuda_status(error, "link"); !s) return s;
+// The copy of a group: the first half of what comes, the second half of what leaves.
+Status SequenceLink::copy_group(int32_t group) {
+  const Group& of = groups_[group];
+  cudaEvent_t before = nullptr;
+  if (!comes_) before = event_of(between_[group]);
+  if (comes_ && group >= kRing) before = event_of(done_[group - kRing]);
+  cudaError_t error = cudaSuccess;
+  if (!comes_ || group >= kRing) error = cudaStreamWaitEvent(copies_, before, 0);
+  if (Status s = cuda_status(error, "link"); !s) return s;
+  uint8_t* const host = host_ + of.host_byte;
+  error = cudaMemcpyAsync(comes_ ? staged(group) : host, comes_ ? host : staged(group),
+                          static_cast<size_t>(of.bytes),
+                          comes_ ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, copies_);
+  if (Status s = cuda_status(error, "link"); !s) return s;
+  return cuda_status(
+      cudaEventRecord(event_of(comes_ ? between_[group] : done_[group]), copies_), "link");
+}
+
+Status SequenceLink::enqueue_group() {
+  if (comes_ && !is_there_) {
+    if (Status s = copy_group(group_); !s) return s;
   }
-  uint8_t* const staged = staged_[group_ % 2];
-  const auto copy = [&] {
-    const auto bytes = static_cast<size_t>(group_bytes_);
-    return cuda_status(
-        cudaMemcpyAsync(comes_ ? staged : host_, comes_ ? host_ : staged, bytes,
-                        comes_ ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, copies_),
-        "link");
-  };
-  const auto work = [&] {
-    Status s = comes_ ? find_checksums() : move_layers();
-    if (!s) return s;
-    return comes_ ? move_layers() : find_checksums();
-  };
-  if (Status s = comes_ ? copy() : work(); !s) return s;
-  if (Status s = order(first, between, second); !s) return s;
-  if (Status s = comes_ ? work() : copy(); !s) return s;
-  if (Status s = cuda_status(cudaEventRecord(event_of(done), second), "link"); !s) return s;
-  host_ += group_bytes_;
-  first_part_ += static_cast<int64_t>(moves_.size()) * 2 * view_.num_kv_heads;
-  moves_.clear();
-  group_bytes_ = group_blocks_ = 0;
+  cudaError_t error = cudaSuccess;
+  if (comes_) error = cudaStreamWaitEvent(stream_, event_of(between_[group_]), 0);
+  if (!comes_ && group_ >= kRing) {
+    error = cudaStreamWaitEvent(stream_, event_of(done_[group_ - kRing]), 0);
+  }
+  if (Status s = cuda_status(error, "link"); !s) return s;
+  if (Status s = comes_ ? find_checksums() : move_layers(); !s) return s;
+  if (Status s = comes_ ? move_layers() : find_checksums(); !s) return s;
+  error = cudaEventRecord(event_of(comes_ ? done_[group_] : between_[group_]), stream_);
+  if (Status s = cuda_status(error, "link"); !s) return s;
+  const int32_t ahead = group_ + (comes_ ? kRing : 0);
   ++group_;
-  return Status::ok();
+  moves_.clear();
+  const bool copies = comes_ ? is_there_ && ahead < static_cast<int32_t>(groups_.size()) : true;
+  return copies ? copy_group(ahead) : Status::ok();
 }
 
 Status SequenceLink::wait_for(int32_t layer) const {
@@ -327,8 +341,7 @@ Status SequenceLink::wait_for(int32_t layer) const {
 }
 
 Status SequenceLink::finish() {
-  Status flushed = flush();
-  if (device_fault_ == nullptr) return flushed;
+  if (device_fault_ == nullptr) return Status::ok();
   int32_t fault = kNoLinkFault;
   cudaError_t error =
       cudaMemcpyAsync(&fault, device_fault_, sizeof(fault), cudaMemcpyDeviceToHost, stream_);
@@ -339,7 +352,7 @@ Status SequenceLink::finish() {
   fault_kind_ =
       fault == kNoLinkFault ? ImportFault::kNone : static_cast<ImportFault>(fault % kLinkFaults);
   fault_layer_ = fault / kLinkFaults;
-  return flushed ? cuda_status(error, "link") : flushed;
+  return cuda_status(error, "link");
 }
 
 }  // namespace tierkv::store

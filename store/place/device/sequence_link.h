@@ -33,8 +33,9 @@ class SequenceLink {
   ~SequenceLink();
 
   // Before the layers of a sequence, which then come in their order. part_bytes: of all its parts
-  // (SequenceSource), which lie one behind the other in pinned memory. Waits. kOutOfMemory, kCuda.
-  Status begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes);
+  // (SequenceSource), which lie one behind the other in pinned memory. is_there: that memory holds
+  // what comes already, and keeps it until finish(). Waits for what was before. kOutOfMemory, kCuda.
+  Status begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes, bool is_there);
   // Pinned memory of that size that stays until begin(): what other memory goes through.
   Result<uint8_t*> host_memory(int64_t bytes);
   // bodies: [num_kv_heads].
@@ -43,11 +44,9 @@ class SequenceLink {
   // find elsewhere is copied.
   Status receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
                  bool can_prune);
-  // Enqueues what was given.
-  Status flush();
-  // Until a layer that was sent and flushed is in host memory. Any thread.
+  // Until a layer is in host memory, after all were sent. Any thread.
   Status wait_for(int32_t layer) const;
-  // Flushes and waits for all layers.
+  // Waits for all that was enqueued.
   Status finish();
 
   // Afterwards: the checksum of a part, 0 where it is shorter than the device takes; and what is
@@ -59,28 +58,39 @@ class SequenceLink {
   using Event = std::shared_ptr<void>;
   SequenceLink(const DeviceStoreView& view, cudaStream_t stream) : view_(view), stream_(stream) {}
 
-  Status allocate(int64_t group_bytes, int64_t num_parts);
+  // Layers that go together, and where they are among the parts.
+  struct Group {
+    int32_t first_layer = 0, end_layer = 0;
+    int64_t bytes = 0, blocks = 0;
+    int64_t host_byte = 0;
+  };
+  Status make_groups(std::span<const int64_t> part_bytes);
+  Status allocate();
   // `count` of T in mapped memory that stays until the next begin().
   template <class T>
   Result<T*> take(int64_t count);
   template <class T>
   Result<const T*> put(const T* from, int64_t count);
-  // The layer joins a group; where its parts are staged.
+  // The next layer, and where its parts are staged.
   Result<uint8_t*> join(int32_t slot, LayerTokens at);
-  // What the layer that has joined moves.
+  // What the layer that has joined moves; enqueues its group where it is the last.
   Status add_ranges(const PageRanges& ranges);
+  Status enqueue_group();
+  Status copy_group(int32_t group);
   Status move_layers() const;
   Status find_checksums() const;
-  Status order(cudaStream_t before, const Event& event, cudaStream_t after) const;
+  uint8_t* staged(int32_t group) const { return staged_[group % kRing]; }
 
+  // Groups whose bytes are staged at once.
+  static constexpr int32_t kRing = 4;
   DeviceStoreView view_;
   cudaStream_t stream_, copies_ = nullptr;
   std::unique_ptr<DeviceMemory> memory_;
-  int64_t staged_bytes_ = 0;  // of each half of the staged memory
-  uint8_t* staged_[2] = {};
+  int64_t staged_bytes_ = 0, num_sums_ = 0;
+  uint8_t* staged_[kRing] = {};
   uint64_t* sums_ = nullptr;
   int32_t* device_fault_ = nullptr;
-  std::vector<Event> between_, done_;  // [groups]: its other half may begin; it is over
+  std::vector<Event> between_, done_;  // [groups]: the second half may begin; both are over
   std::vector<std::pair<PinnedMemory, int64_t>> lists_;
   size_t list_ = 0;         // that is being filled
   int64_t list_bytes_ = 0;  // of it
@@ -89,10 +99,12 @@ class SequenceLink {
 
   // Of the sequence under way.
   uint8_t* host_ = nullptr;
-  bool comes_ = false;
+  bool comes_ = false, is_there_ = false;
   ChecksumChunk* parts_ = nullptr;  // [parts], by their places in a group; mapped
   uint64_t* checksums_ = nullptr;   // [parts], mapped
-  std::vector<int32_t> group_of_;   // [layers so far]
+  std::vector<Group> groups_;
+  std::vector<int32_t> group_of_;  // [layers]
+  int32_t layer_ = 0, group_ = 0;  // the next, and its group
   // Of the group that is filled.
   struct Move {
     LinkRaw raw;
@@ -100,8 +112,6 @@ class SequenceLink {
     int64_t num_ranges = 0;
   };
   std::vector<Move> moves_;
-  int32_t group_ = 0;
-  int64_t first_part_ = 0, group_bytes_ = 0, group_blocks_ = 0;
   ImportFault fault_kind_ = ImportFault::kNone;
   int32_t fault_layer_ = 0;
 };

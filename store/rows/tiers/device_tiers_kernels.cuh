@@ -410,8 +410,9 @@ __device__ __forceinline__ void write_tiers_token(const TiersCall& c, const Tier
   if (index + 1 == draft.after.tokens[side]) clear_behind(page, slot, index + 1 - before);
 }
 
-// Grid of warps: most_leaving tokens of every row.
-__global__ void __launch_bounds__(kTiersThreads)
+// Grid of warps: most_leaving tokens of every row. Their loads depend on each other, so many warps
+// are better than registers for all they hold.
+__global__ void __launch_bounds__(kTiersThreads, 8)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
   wait_for_previous_kernel();
   const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
