@@ -4,18 +4,13 @@
 
 #include "attention/core/workspace.h"
 #include "attention/tiers/decode.h"
+#include "codec/format/element.h"
+#include "codec/format/errors.h"
 #include "codec/format/page_layout.h"
 #include "tierkv/attention.h"
 
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-Status unsupported(std::string why) {
-  return Status(StatusCode::kUnsupported, std::move(why));
-}
 
 constexpr int32_t kMaxHeads = 1 << 16;
 constexpr int32_t kMaxLayers = 1 << 12;
@@ -45,7 +40,7 @@ Status validate_modes(const AttentionConfig& c) {
   if (c.q_len > kMaxQueryTokens) {
     return unsupported("q_len " + std::to_string(c.q_len) + "; attention needs 1 to 8");
   }
-  if (c.dtype != DType::kFloat16 && c.dtype != DType::kBFloat16) {
+  if (!is_raw_dtype(c.dtype)) {
     return unsupported(std::string("dtype ") + dtype_name(c.dtype) +
                        "; attention needs float16 or bfloat16");
   }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "attention/core/workspace.h"
+#include "codec/format/errors.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
@@ -23,10 +24,6 @@ double half_at(const uint8_t* bytes) {
   uint16_t bits;
   std::memcpy(&bits, bytes, sizeof(bits));
   return half_to_float(bits);
-}
-
-Status corrupt(std::string why) {
-  return Status(StatusCode::kCorrupt, std::move(why));
 }
 
 void decode_slot(const PageLayout& layout, const uint8_t* page, int32_t slot, DType raw,

@@ -6,15 +6,11 @@
 #include <string>
 #include <utility>
 
+#include "codec/format/element.h"
+#include "codec/format/errors.h"
+
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-Status unsupported(std::string why) {
-  return Status(StatusCode::kUnsupported, std::move(why));
-}
 
 constexpr int32_t kMaxBlockTokens = 1024;
 
@@ -66,7 +62,7 @@ Status EngineConfig::validate() const {
   if (page_tile_bytes(*shape) > kMaxPageBytes / std::max(1, block_tokens / kTileTokens)) {
     return invalid("block_tokens makes a page above 1 MiB");
   }
-  if (dtype != DType::kFloat16 && dtype != DType::kBFloat16) {
+  if (!is_raw_dtype(dtype)) {
     return unsupported(std::string("dtype ") + dtype_name(dtype) +
                        "; an engine's cache needs float16 or bfloat16");
   }

@@ -10,14 +10,11 @@
 #include "attention/tiers/grid.h"
 #include "attention/tiers/shared_rows.h"
 #include "attention/work/plan.h"
+#include "codec/format/errors.h"
 #include "gpu/launch.cuh"
 
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
 
 bool is_aligned(const void* p, size_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;

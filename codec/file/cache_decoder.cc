@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // CacheDecoder and verify(): a container back into rows.
 #include <algorithm>
-#include <atomic>
 
 #include "codec/file/cache_decoder.h"
 #include "codec/file/container_chunks.h"
@@ -324,16 +323,13 @@ Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer
     for (int32_t first = 0; first < layers; first += batch) {
       const int32_t n = std::min(batch, layers - first);
       std::vector<CarriedOver> carried(n);
-      std::vector<Status> status(int64_t{n} * (heads + 1));
-      parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t i) {
+      const Status decoded = try_parallel_for(int64_t{n} * (heads + 1), threads, [&](int64_t i) {
         const auto l = static_cast<int32_t>(i / (heads + 1)),
                    h = static_cast<int32_t>(i % (heads + 1));
-        status[i] = h < heads ? decoder.decode_row(seq, first + l, h, &rows[int64_t{l} * heads + h])
-                              : read_carried(decoder, seq, first + l, &carried[l]);
+        return h < heads ? decoder.decode_row(seq, first + l, h, &rows[int64_t{l} * heads + h])
+                         : read_carried(decoder, seq, first + l, &carried[l]);
       });
-      for (const Status& s : status) {
-        if (!s) return s;
-      }
+      if (!decoded) return decoded;
       for (int32_t l = 0; l < n; ++l) {
         if (Status s = visit(seq, first + l, rows.data() + int64_t{l} * heads, carried[l]); !s)
           return s;
@@ -347,15 +343,10 @@ Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer
 
 Status verify_chunks(const ContainerReader& container, int32_t threads) {
   const auto chunks = static_cast<int64_t>(container.chunks().size());
-  std::vector<Status> status(chunks);
-  parallel_for(chunks, threads, [&](int64_t i) {
+  return try_parallel_for(chunks, threads, [&](int64_t i) {
     std::vector<uint8_t> payload;
-    status[i] = container.read(i, &payload);
+    return container.read(i, &payload);
   });
-  for (const Status& s : status) {
-    if (!s) return s;
-  }
-  return Status::ok();
 }
 
 Status verify(const CacheDecoder& decoder, int32_t threads,

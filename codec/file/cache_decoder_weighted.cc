@@ -4,6 +4,7 @@
 
 #include "codec/file/cache_decoder.h"
 #include "codec/file/read_chunk.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 
@@ -28,7 +29,7 @@ Status CacheDecoder::load_ropes() {
     Result<RopeTable> table =
         make_rope_table(*rope, model_.layout.head_dim, static_cast<int64_t>(tokens));
     if (!table) {
-      return Status(StatusCode::kCorrupt, reader_.path() + ": " + table.status().message());
+      return corrupt(reader_.path() + ": " + table.status().message());
     }
     rope_[l] = std::make_shared<const RopeTable>(std::move(*table));
   }
@@ -64,8 +65,7 @@ Result<BookFamily> CacheDecoder::read_family(ChunkKey key) const {
   }
   key.page = 0;
   if (Status s = family.validate(); !s) {
-    return Status(StatusCode::kCorrupt,
-                  reader_.path() + ": " + to_string(key) + ": " + s.message());
+    return corrupt(reader_.path() + ": " + to_string(key) + ": " + s.message());
   }
   return family;
 }

@@ -5,15 +5,12 @@
 #include <cmath>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 namespace {
 
 constexpr int32_t kMaxPageTokens = kMaxPageBytes / kTileTokens;  // keeps layouts within int32_t
-
-Status corrupt(const std::string& what) {
-  return Status(StatusCode::kCorrupt, what);
-}
 
 int32_t round_up_to_tiles(int32_t tokens) {
   return (tokens + kTileTokens - 1) / kTileTokens * kTileTokens;

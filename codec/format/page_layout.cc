@@ -5,15 +5,10 @@
 #include <set>
 #include <string>
 
+#include "codec/format/errors.h"
+
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-Status unsupported(std::string why) {
-  return Status(StatusCode::kUnsupported, std::move(why));
-}
 
 int32_t round_up(int32_t n, int32_t multiple) {
   return (n + multiple - 1) / multiple * multiple;

@@ -7,12 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "codec/format/errors.h"
+
 namespace tierkv {
 namespace {
-
-Status unsupported(std::string why) {
-  return Status(StatusCode::kUnsupported, std::move(why));
-}
 
 void put_half(uint8_t* p, uint16_t x) {
   std::memcpy(p, &x, 2);

@@ -6,13 +6,10 @@
 #include <string>
 #include <utility>
 
+#include "codec/format/errors.h"
 #include "codec/host/page_codec.h"
 
 namespace tierkv {
-
-inline Status invalid_argument(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
 
 Status check_page(const HostPage& page);
 // Slots first..first + count - 1 lie in the page.
