@@ -141,9 +141,8 @@ double page_value(const PageLayout& layout, const uint8_t* page, Component compo
   const TileLayout& tile = layout.tile(component);
   const int32_t tile_index = slot / kTileTokens, token = slot % kTileTokens;
   const CodePosition at = code_position(tile, component, token, dim);
-  uint32_t word;
-  std::memcpy(&word, page + layout.tile_codes_byte(component, tile_index) + at.byte, sizeof(word));
-  const uint32_t code = (word >> at.bit) & ((1u << tile.type.bits()) - 1);
+  const uint32_t code =
+      load_code(page + layout.tile_codes_byte(component, tile_index), at, tile.type.bits());
   if (tile.type.is_raw()) return value_of_bits(static_cast<uint16_t>(code), raw);
   const int32_t groups = layout.groups(component), group = dim / (layout.head_dim() / groups);
   const uint8_t* metadata =

@@ -129,18 +129,9 @@ Result<SlotEncode> slot_encode(const EngineConfig& config, const EngineLayer& la
                                const EngineTokens& tokens) {
   const Result<BlockCache> cache = block_cache(config, layer);
   if (!cache) return cache.status();
-  SlotEncode e;
-  e.cache = *cache;
-  e.k = tokens.k;
-  e.v = tokens.v;
-  const EngineStrides k = strides_of(tokens.k_strides, config.num_kv_heads, config.head_dim);
-  const EngineStrides v = strides_of(tokens.v_strides, config.num_kv_heads, config.head_dim);
-  e.k_strides = {k.token, k.head};
-  e.v_strides = {v.token, v.head};
-  e.dtype = config.dtype;
-  e.slots = tokens.slots;
-  e.count = tokens.count;
-  e.errors = tokens.errors;
+  SlotEncode e = {tokens, *cache, config.dtype};
+  e.k_strides = strides_of(tokens.k_strides, config.num_kv_heads, config.head_dim);
+  e.v_strides = strides_of(tokens.v_strides, config.num_kv_heads, config.head_dim);
   return e;
 }
 
@@ -148,22 +139,7 @@ Result<BlockDecode> block_decode(const EngineConfig& config, const EngineLayer& 
                                  const EngineRanges& ranges) {
   const Result<BlockCache> cache = block_cache(config, layer);
   if (!cache) return cache.status();
-  BlockDecode d;
-  d.cache = *cache;
-  d.block_table = ranges.block_table;
-  d.table_stride = ranges.table_stride;
-  d.num_sequences = ranges.num_sequences;
-  d.sequences = ranges.sequences;
-  d.first = ranges.first;
-  d.starts = ranges.starts;
-  d.count = ranges.count;
-  d.max_tokens = ranges.max_tokens;
-  d.num_rows = ranges.num_rows;
-  d.k = ranges.k;
-  d.v = ranges.v;
-  d.dtype = config.dtype;
-  d.errors = ranges.errors;
-  return d;
+  return BlockDecode{ranges, *cache, config.dtype};
 }
 
 Status engine_encode_host(const EngineConfig& config, const EngineLayer& layer,

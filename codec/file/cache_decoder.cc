@@ -7,6 +7,7 @@
 #include "codec/file/container_pages.h"
 #include "codec/file/read_chunk.h"
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 #include "codec/host/parallel.h"
 
 namespace tierkv {
@@ -72,20 +73,23 @@ Result<StoredBasis> CacheDecoder::read_basis(ChunkKey key) const {
   return read_chunk(reader_, key, [d](const auto& bytes) { return parse_basis(bytes, d); });
 }
 
+Status CacheDecoder::require_absent(const ChunkKey& key) const {
+  if (reader_.find(key) < 0) return Status::ok();
+  return corrupt_chunk(key, "the row map gives it no tokens");
+}
+
 // Decodes the segment `key` into rows tokens[i] of out [sequence tokens, head_dim].
 Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens,
                                  float* out) const {
   const int32_t d = model_.layout.head_dim;
-  const auto corrupt = [&](const std::string& what) {
-    return Status(StatusCode::kCorrupt, reader_.path() + ": " + to_string(key) + ": " + what);
-  };
+  const auto refuse = [&](const std::string& what) { return corrupt_chunk(key, what); };
   Result<StoredSegment> segment =
       read_chunk(reader_, key, [d](const auto& bytes) { return parse_segment(bytes, d); });
   if (!segment) return segment.status();
   const auto count = static_cast<int64_t>(tokens.size());
   if (segment->data.tokens != count) {
-    return corrupt("holds " + std::to_string(segment->data.tokens) + " tokens, the row map says " +
-                   std::to_string(count));
+    return refuse("holds " + std::to_string(segment->data.tokens) + " tokens, the row map says " +
+                  std::to_string(count));
   }
   StoredBasis basis;
   if (segment->needs_basis()) {
@@ -93,8 +97,8 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
     if (!stored) return stored.status();
     basis = std::move(stored.value());
     const ComponentFormat& f = segment->format.format;
-    if (f.basis != basis.basis.kind) return corrupt("its basis is of another kind");
-    if (f.step_rule == StepRule::kAbsolute && !(basis.step > 0)) return corrupt("has no step");
+    if (f.basis != basis.basis.kind) return refuse("its basis is of another kind");
+    if (f.step_rule == StepRule::kAbsolute && !(basis.step > 0)) return refuse("has no step");
     segment->format.step = basis.step;
     if (f.basis != BasisKind::kNone) segment->format.basis = &basis.basis;
   }
@@ -104,7 +108,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
   if (segment->is_weighted()) {
     if (segment->format.weighted.first_position != tokens[0] ||
         tokens.back() - tokens[0] != count - 1) {
-      return corrupt("its tokens are not those of the row map");
+      return refuse("its tokens are not those of the row map");
     }
     Result<WeightedRow> stored = read_weighted_row(key);
     if (!stored) return stored.status();
@@ -117,12 +121,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
     weighted.row = &row;
     weighted.family = &family;
   } else if (segment->needs_codebook()) {
-    ChunkKey book_key = key;
-    book_key.kind = ChunkKind::kCodebook;
-    book_key.head = kNotApplicable;
-    Result<Codebook> parsed = read_chunk(reader_, book_key, [](const auto& bytes) {
-      return parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
-    });
+    Result<Codebook> parsed = read_codebook(key);
     if (!parsed) return parsed.status();
     codebook = std::move(parsed.value());
     segment->format.codebook = &*codebook;
@@ -132,7 +131,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
   for (int64_t t = 0; t < count; t += kBlockTokens) {
     const auto n = std::min<int64_t>(kBlockTokens, count - t);
     if (StatusCode s = decoder.read(n, x.data()); s != StatusCode::kOk) {
-      return corrupt("its codes cannot be decoded from token " + std::to_string(t) + " on");
+      return refuse("its codes cannot be decoded from token " + std::to_string(t) + " on");
     }
     for (int64_t i = 0; i < n; ++i) std::copy_n(x.data() + i * d, d, out + tokens[t + i] * d);
   }
@@ -144,9 +143,7 @@ Status CacheDecoder::decode_segment(const ChunkKey& key, const RowPlan& plan, fl
   const std::vector<int64_t> list =
       part_tokens(plan, static_cast<Component>(key.component), static_cast<Part>(key.part));
   if (!list.empty()) return decode_part(key, list, out);
-  if (reader_.find(key) < 0) return Status::ok();
-  return Status(StatusCode::kCorrupt,
-                reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+  return require_absent(key);
 }
 
 // A part that is stored as pages; `key` is that of its first page.
@@ -162,8 +159,7 @@ Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, 
     if (!stored) return stored.status();
     bases[c] = std::move(stored.value());
     if (bases[c].basis.kind != format.basis[c]) {
-      return Status(StatusCode::kCorrupt,
-                    reader_.path() + ": " + to_string(key) + ": its basis is of another kind");
+      return corrupt_chunk(key, "its basis is of another kind");
     }
     sink.basis[c] = &bases[c].basis;
   }
@@ -176,14 +172,12 @@ Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, 
                                std::min(format.shape.tokens, total - first)};
     Status s = reader_.read(key, &bytes);
     // A page that the row map needs is no question of the caller's.
-    if (s.code() == StatusCode::kNotFound) return Status(StatusCode::kCorrupt, s.message());
+    if (s.code() == StatusCode::kNotFound) return corrupt(s.message());
     if (!s) return s;
     s = decode_page(format, bytes, tokens, sink);
     if (!s) return s.with_context(reader_.path() + ": " + to_string(key));
   }
-  if (reader_.find(key) < 0) return Status::ok();
-  return Status(StatusCode::kCorrupt,
-                reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+  return require_absent(key);
 }
 
 Result<RowPlan> CacheDecoder::read_plan(int32_t seq, int32_t layer, int32_t kv_head) const {
@@ -227,8 +221,7 @@ Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
       key.component = static_cast<uint8_t>(c);
       if (paged && reader_.find(key) < 0) continue;
       if (paged) {
-        return Status(StatusCode::kCorrupt,
-                      reader_.path() + ": " + to_string(key) + ": its part is stored as pages");
+        return corrupt_chunk(key, "its part is stored as pages");
       }
       if (Status s =
               decode_segment(key, *plan, c == Component::kKey ? out->k.data() : out->v.data());
@@ -249,14 +242,14 @@ Result<std::vector<int32_t>> CacheDecoder::query_positions(int32_t seq, int32_t 
     ByteReader r(bytes);
     const uint64_t count = r.u64();
     if (!r.ok() || count == 0 || count != r.left() / 4 || r.left() % 4 != 0) {
-      return Status(StatusCode::kCorrupt, "size disagrees with its fields");
+      return corrupt("size disagrees with its fields");
     }
     std::vector<int32_t> positions(count);
     int32_t previous = -1;
     for (int32_t& p : positions) {
       p = r.i32();
       if (p <= previous || p >= tokens) {
-        return Status(StatusCode::kCorrupt, "positions do not ascend within the sequence");
+        return corrupt("positions do not ascend within the sequence");
       }
       previous = p;
     }
@@ -297,9 +290,8 @@ Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, Car
     Result<std::vector<float>> values = decoder.significance(seq, layer, h);
     if (!values) return values.status();
     if (h > 0 && values->empty() != out->significance[0].empty()) {
-      return Status(StatusCode::kCorrupt, decoder.container().path() + ": some heads of layer " +
-                                              std::to_string(layer) +
-                                              " have significance and some have not");
+      return corrupt(decoder.container().path() + ": some heads of layer " + std::to_string(layer) +
+                     " have significance and some have not");
     }
     out->significance.push_back(std::move(values.value()));
   }

@@ -50,23 +50,27 @@ Result<WeightedRow> CacheDecoder::read_weighted_row(ChunkKey key) const {
   return row;
 }
 
-// The books of a (layer, component, part), one chunk each.
+// A book of the (layer, component, part) that `key` names.
+Result<Codebook> CacheDecoder::read_codebook(ChunkKey key) const {
+  key.kind = ChunkKind::kCodebook;
+  key.head = kNotApplicable;
+  return read_chunk(reader_, key, [](const auto& bytes) {
+    return parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
+  });
+}
+
 Result<BookFamily> CacheDecoder::read_family(ChunkKey key) const {
   key.kind = ChunkKind::kCodebook;
   key.head = kNotApplicable;
   BookFamily family;
   for (key.page = 0; key.page < kMaxFamilyBooks; ++key.page) {
     if (key.page > 0 && reader_.find(key) < 0) break;
-    Result<Codebook> book = read_chunk(reader_, key, [](const auto& bytes) {
-      return parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
-    });
+    Result<Codebook> book = read_codebook(key);
     if (!book) return book.status();
     family.books.push_back(std::move(*book));
   }
   key.page = 0;
-  if (Status s = family.validate(); !s) {
-    return corrupt(reader_.path() + ": " + to_string(key) + ": " + s.message());
-  }
+  if (Status s = family.validate(); !s) return corrupt_chunk(key, s.message());
   return family;
 }
 

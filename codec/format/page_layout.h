@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "tierkv/format.h"
 #include "tierkv/half.h"
@@ -107,6 +108,19 @@ TKV_HD constexpr CodePosition code_position(TileLayout tile, Component component
       break;
   }
   return {lane_word_byte(tile.words_per_lane(), word, lane), bit};
+}
+
+// The code at a position of a tile.
+TKV_HD uint32_t load_code(const uint8_t* tile, CodePosition at, int32_t bits) {
+  uint32_t word;
+  memcpy(&word, tile + at.byte, sizeof(word));
+  return word >> at.bit & ((1u << bits) - 1u);
+}
+TKV_HD void store_code(uint8_t* tile, CodePosition at, int32_t bits, uint32_t code) {
+  uint32_t word;
+  memcpy(&word, tile + at.byte, sizeof(word));
+  word = (word & ~(((1u << bits) - 1u) << at.bit)) | code << at.bit;
+  memcpy(tile + at.byte, &word, sizeof(word));
 }
 
 // Bytes of a tile's metadata: one block per sub-group of head_dim / groups consecutive dims.

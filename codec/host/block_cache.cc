@@ -22,7 +22,7 @@ HostPage page_of(const BlockCache& c, int64_t block, int32_t kv_head) {
   return {c.page(block, kv_head), c.layout, c.raw_dtype, {c.rule[0], c.rule[1]}};
 }
 
-void count_error(int32_t* errors, BlockError error) {
+void count_error(int32_t* errors, EngineError error) {
   if (errors != nullptr) ++errors[static_cast<int32_t>(error)];
 }
 
@@ -71,7 +71,7 @@ void write_token(const SlotEncode& e, int64_t token, int32_t kv_head) {
   StatusCode worst = StatusCode::kOk;
   for (const Component part : kComponents) {
     const bool is_key = part == Component::kKey;
-    const TokenStrides& strides = is_key ? e.k_strides : e.v_strides;
+    const EngineStrides& strides = is_key ? e.k_strides : e.v_strides;
     float x[kMaxPageHeadDim];
     for (int32_t d = 0; d < c.layout.head_dim(); ++d) {
       x[d] = load_element(is_key ? e.k : e.v, e.dtype,
@@ -82,8 +82,8 @@ void write_token(const SlotEncode& e, int64_t token, int32_t kv_head) {
     worst = std::max(worst, quantize_side(page, part, x, &codes.of(part)));
   }
   if (worst == StatusCode::kOk) return store_token(page, in_page, codes);
-  count_error(e.errors, worst == StatusCode::kNonFinite ? BlockError::kNonFiniteTokens
-                                                        : BlockError::kOutOfRangeTokens);
+  count_error(e.errors, worst == StatusCode::kNonFinite ? EngineError::kNonFiniteTokens
+                                                        : EngineError::kOutOfRangeTokens);
   clear_slot(page, in_page);
 }
 
@@ -193,7 +193,7 @@ Status encode_slots_host(const SlotEncode& e) {
   const int64_t end = c.num_blocks * c.layout.tokens;
   for (int64_t i = 0; i < e.count; ++i) {
     const int64_t slot = e.slots[i];
-    if (slot < -1 || slot >= end) count_error(e.errors, BlockError::kStraySlots);
+    if (slot < -1 || slot >= end) count_error(e.errors, EngineError::kStraySlots);
     if (slot < 0 || slot >= end || slot % kTileTokens != 0) continue;
     for (int32_t h = 0; h < c.num_kv_heads; ++h) {
       clear_tile(page_of(c, slot / c.layout.tokens, h),
@@ -225,7 +225,7 @@ Status decode_blocks_host(const BlockDecode& d) {
       for (int32_t h = 0; h < c.num_kv_heads; ++h) {
         TokenCodes codes;
         if (is_stray) {
-          count_error(d.errors, BlockError::kStrayBlocks);
+          count_error(d.errors, EngineError::kStrayBlocks);
         } else {
           load_token(page_of(c, block, h), static_cast<int32_t>(token % c.layout.tokens), &codes);
         }

@@ -16,14 +16,6 @@ void put_half(uint8_t* p, uint16_t x) {
   std::memcpy(p, &x, 2);
 }
 
-// The 32-bit word of a code in a tile; codes of other tokens stay.
-void put_code(uint8_t* tile, const CodePosition& at, int32_t bits, uint32_t code) {
-  uint32_t word;
-  std::memcpy(&word, tile + at.byte, 4);
-  const uint32_t mask = ((1u << bits) - 1) << at.bit;
-  word = (word & ~mask) | code << at.bit;
-  std::memcpy(tile + at.byte, &word, 4);
-}
 Status check_keys(const ComponentFormat& k) {
   if (k.unit != Unit::kChannel) return unsupported("unit is not channel");
   if (k.group != 64 && k.group != kMaxChannelTokens) {
@@ -53,9 +45,9 @@ void encode_keys(const ChannelLayout& l, const float* x, uint8_t* block) {
     put_half(block + l.k_metadata + channel_scale_byte(d), params.scale);
     put_half(block + l.k_metadata + channel_zero_point_byte(d), params.zero_point);
     for (int32_t t = 0; t < l.tokens; ++t) {
-      put_code(block + l.k_codes + t / kTileTokens * l.k_tile.bytes(),
-               code_position(l.k_tile, Component::kKey, t % kTileTokens, d), bits,
-               codes[t * dim + d]);
+      store_code(block + l.k_codes + t / kTileTokens * l.k_tile.bytes(),
+                 code_position(l.k_tile, Component::kKey, t % kTileTokens, d), bits,
+                 codes[t * dim + d]);
     }
   }
 }
@@ -69,8 +61,8 @@ void encode_values(const ChannelLayout& l, const float* x, uint8_t* block) {
     put_half(block + l.value_metadata_byte(t), params.scale);
     put_half(block + l.value_metadata_byte(t) + 2, params.zero_point);
     for (int32_t d = 0; d < dim; ++d) {
-      put_code(block + l.v_codes + t / kTileTokens * l.v_tile.bytes(),
-               code_position(l.v_tile, Component::kValue, t % kTileTokens, d), bits, codes[d]);
+      store_code(block + l.v_codes + t / kTileTokens * l.v_tile.bytes(),
+                 code_position(l.v_tile, Component::kValue, t % kTileTokens, d), bits, codes[d]);
     }
   }
 }

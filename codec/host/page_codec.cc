@@ -15,22 +15,6 @@ static_assert(std::endian::native == std::endian::little, "pages are little-endi
 
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 
-uint32_t code_mask(int32_t bits) {
-  return (uint32_t{1} << bits) - 1;
-}
-
-uint32_t load_code(const uint8_t* tile, CodePosition p, int32_t bits) {
-  uint32_t word;
-  memcpy(&word, tile + p.byte, 4);
-  return word >> p.bit & code_mask(bits);
-}
-void store_code(uint8_t* tile, CodePosition p, int32_t bits, uint32_t code) {
-  uint32_t word;
-  memcpy(&word, tile + p.byte, 4);
-  word = (word & ~(code_mask(bits) << p.bit)) | code << p.bit;
-  memcpy(tile + p.byte, &word, 4);
-}
-
 void read_row(const void* base, DType dtype, int64_t offset, int32_t head_dim, float* x) {
   for (int32_t d = 0; d < head_dim; ++d) x[d] = load_element(base, dtype, offset + d);
 }
@@ -53,15 +37,6 @@ StatusCode quantize_row(const HostPage& page, const TokenBatch& batch, int32_t i
   return StatusCode::kOk;
 }
 
-Status token_failure(StatusCode code, int32_t i) {
-  const char* what = code == StatusCode::kNonFinite
-                         ? ": a key or value is not finite"
-                         : ": a key or value is beyond the format's range";
-  return Status(code, "token " + std::to_string(i) + what);
-}
-
-}  // namespace
-
 Status check_page(const HostPage& page) {
   if (page.bytes == nullptr) return invalid("page is null");
   if (!is_page_layout(page.layout)) return invalid("page layout is not one of ours");
@@ -74,6 +49,7 @@ Status check_page(const HostPage& page) {
   return Status::ok();
 }
 
+// Slots first..first + count - 1 lie in the page.
 Status check_slots(const HostPage& page, int32_t first, int32_t count) {
   if (Status s = check_page(page); !s) return s;
   if (first < 0 || count < 0 || count > page.layout.tokens || first > page.layout.tokens - count) {
@@ -83,12 +59,28 @@ Status check_slots(const HostPage& page, int32_t first, int32_t count) {
   return Status::ok();
 }
 
-Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch) {
-  if (Status s = check_slots(page, used, batch.count); !s) return s;
-  if (batch.dtype != DType::kFloat32 && !is_raw_dtype(batch.dtype)) return invalid("bad dtype");
-  if (batch.row_stride != 0 && batch.row_stride < page.layout.head_dim()) {
+// What batches and outputs have in common.
+template <class Tokens>
+Status check_tokens(const HostPage& page, int32_t first, const Tokens& tokens) {
+  if (Status s = check_slots(page, first, tokens.count); !s) return s;
+  if (tokens.dtype != DType::kFloat32 && !is_raw_dtype(tokens.dtype)) return invalid("bad dtype");
+  if (tokens.row_stride != 0 && tokens.row_stride < page.layout.head_dim()) {
     return invalid("row_stride is below head_dim");
   }
+  return Status::ok();
+}
+
+Status token_failure(StatusCode code, int32_t i) {
+  const char* what = code == StatusCode::kNonFinite
+                         ? ": a key or value is not finite"
+                         : ": a key or value is beyond the format's range";
+  return Status(code, "token " + std::to_string(i) + what);
+}
+
+}  // namespace
+
+Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch) {
+  if (Status s = check_tokens(page, used, batch); !s) return s;
   if (batch.count == 0) return Status::ok();
   const bool has_records = page.layout.has_records();
   if (!batch.k || !batch.v) return invalid("keys or values are null");
@@ -111,11 +103,7 @@ Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch) 
 }
 
 Status check_output(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
-  if (Status s = check_slots(page, first_slot, out.count); !s) return s;
-  if (out.dtype != DType::kFloat32 && !is_raw_dtype(out.dtype)) return invalid("bad dtype");
-  if (out.row_stride != 0 && out.row_stride < page.layout.head_dim()) {
-    return invalid("row_stride is below head_dim");
-  }
+  if (Status s = check_tokens(page, first_slot, out); !s) return s;
   if (!page.layout.has_records() && (out.scores != nullptr || out.positions != nullptr)) {
     return invalid("pages without records hold neither scores nor positions");
   }

@@ -11,9 +11,7 @@
 
 namespace tierkv {
 
-Status check_page(const HostPage& page);
-// Slots first..first + count - 1 lie in the page.
-Status check_slots(const HostPage& page, int32_t first, int32_t count);
+// Page, slots and arguments.
 Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch);
 Status check_output(const HostPage& page, int32_t first_slot, const TokenOutput& out);
 

@@ -155,6 +155,18 @@ Status lse_row(const SignificanceCall& p, const HostPrompt& prompt, int32_t head
   return Status::ok();
 }
 
+// run_row(p, prompt, head, out) for the heads of every sequence.
+template <class RunRow>
+Status run_host(const SignificanceCall& p, int32_t heads, const RunRow& run_row, float* out) {
+  for (int32_t i = 0; i < p.num_sequences && p.total_tokens > 0; ++i) {
+    const HostPrompt prompt(p, i);
+    for (int32_t head = 0; head < heads; ++head) {
+      if (Status s = run_row(p, prompt, head, out); !s) return s;
+    }
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Status SignificanceCall::validate() const {
@@ -182,24 +194,12 @@ Status SignificanceCall::validate() const {
 
 Status prompt_significance_host(const SignificanceCall& p, float* significance) {
   if (Status s = check_host(p, significance, "significance is null"); !s) return s;
-  for (int32_t i = 0; i < p.num_sequences && p.total_tokens > 0; ++i) {
-    const HostPrompt prompt(p, i);
-    for (int32_t head = 0; head < p.num_kv_heads; ++head) {
-      if (Status s = score_row(p, prompt, head, significance); !s) return s;
-    }
-  }
-  return Status::ok();
+  return run_host(p, p.num_kv_heads, score_row, significance);
 }
 
 Status prompt_lse_host(const SignificanceCall& p, float* lse) {
   if (Status s = check_host(p, lse, "lse is null"); !s) return s;
-  for (int32_t i = 0; i < p.num_sequences && p.total_tokens > 0; ++i) {
-    const HostPrompt prompt(p, i);
-    for (int32_t head = 0; head < p.num_q_heads; ++head) {
-      if (Status s = lse_row(p, prompt, head, lse); !s) return s;
-    }
-  }
-  return Status::ok();
+  return run_host(p, p.num_q_heads, lse_row, lse);
 }
 
 }  // namespace tierkv

@@ -37,9 +37,6 @@ struct WeightedCodes {
   int32_t head_dim = 0;  // 1 to kMaxHeadDim
 };
 
-// kInvalidArgument unless a block can have the shape.
-Status check_weighted_shape(int32_t tokens, int32_t head_dim);
-
 // Appends a multiple of 16 bytes. book_of: [dim_block_count(head_dim)], below the number of books;
 // null where all dim blocks take book 0. kInvalidArgument for shapes and books that are not there
 // and for keys' exponents outside -8 to 4.

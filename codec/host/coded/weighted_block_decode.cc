@@ -183,7 +183,9 @@ const char* decode_slices(const uint8_t* bytes, int64_t size, const BookFamily& 
 
 Status decode_weighted_block(const uint8_t* bytes, int64_t size, const BookFamily& family,
                              const WeightedTarget& out) {
-  if (Status s = check_weighted_shape(out.tokens, out.head_dim); !s) return s;
+  if (Status s = check_block_shape(out.tokens, out.head_dim); !s) {
+    return s.with_context("weighted block");
+  }
   if (Status s = family.validate(); !s) return s;
   const char* wrong = decode_slices(bytes, size, family, out);
   if (wrong == nullptr) return Status::ok();
