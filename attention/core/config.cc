@@ -28,7 +28,7 @@ Status validate_heads(const AttentionConfig& c) {
     return unsupported("group of " + std::to_string(c.group_size()) +
                        " q heads per kv_head; attention needs 1 to 16");
   }
-  if (!has_page_layout(c.head_dim)) {
+  if (!is_known_head_dim(c.head_dim)) {
     return unsupported("head_dim " + std::to_string(c.head_dim) +
                        "; attention needs 64, 96, 128 or 256");
   }

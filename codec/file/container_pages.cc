@@ -81,7 +81,7 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
   f.shape.k_groups = groups[0];
   f.shape.v_groups = groups[1];
   const bool sized = f.shape.tokens > 0 && f.shape.tokens <= kMaxPageTokens;
-  if (!sized || !has_page_layout(head_dim) || !is_page_layout(page_layout(f.shape))) {
+  if (!sized || !is_known_head_dim(head_dim) || !is_page_layout(page_layout(f.shape))) {
     return corrupt("no page has this shape");
   }
   return f;

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "codec/format/head_dim.h"
 #include "tierkv/format.h"
 #include "tierkv/half.h"
 #include "tierkv/page.h"
@@ -204,10 +205,6 @@ TKV_HD constexpr PageLayout page_layout(PageShape s) {
   p.positions = p.scores + record_bytes;
   p.used_bytes = p.positions + record_bytes;
   return p;
-}
-
-constexpr bool has_page_layout(int32_t head_dim) {
-  return head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256;
 }
 
 // True for a layout that page_layout() makes of a shape that page_shape() admits and at least one

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "codec/format/errors.h"
+#include "codec/format/head_dim.h"
 
 namespace tierkv {
 namespace {
@@ -70,7 +71,7 @@ void encode_values(const ChannelLayout& l, const float* x, uint8_t* block) {
 }  // namespace
 
 Result<ChannelLayout> make_channel_layout(const TierFormat& format, int32_t head_dim) {
-  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
+  if (!is_known_head_dim(head_dim)) {
     return unsupported("channel blocks of head_dim " + std::to_string(head_dim) +
                        ": 64, 96, 128 or 256");
   }

@@ -174,7 +174,7 @@ Status SignificanceCall::validate() const {
     return invalid("max_tokens is out of range");
   }
   if (num_sequences > 65535) return unsupported("num_sequences above 65535");
-  if (!has_page_layout(head_dim)) {
+  if (!is_known_head_dim(head_dim)) {
     return unsupported("head_dim must be 64, 96, 128 or 256");
   }
   if (!is_raw_dtype(dtype)) {
