@@ -136,6 +136,16 @@ Status validate_tail(const AttentionConfig& config, const AttentionTail& tail) {
   return Status::ok();
 }
 
+Status check_workspace(const AttentionWorkspace& workspace, size_t needed) {
+  if (workspace.memory == nullptr ||
+      reinterpret_cast<uintptr_t>(workspace.memory) % kWorkspaceAlignment != 0) {
+    return invalid("workspace is null or not aligned to 256 bytes");
+  }
+  if (workspace.bytes >= needed) return Status::ok();
+  return Status(StatusCode::kBufferTooSmall, "workspace has " + std::to_string(workspace.bytes) +
+                                                 " bytes, needs " + std::to_string(needed));
+}
+
 size_t attention_workspace_bytes(const AttentionConfig& config, const AttentionGrid& grid,
                                  int32_t num_sequences) {
   return workspace_layout(config, grid, num_sequences).bytes;
@@ -145,8 +155,7 @@ const int32_t* attention_row_status(const AttentionConfig& config, const Attenti
                                     int32_t num_sequences, int32_t layer,
                                     const AttentionWorkspace& workspace) {
   const WorkspaceLayout layout = workspace_layout(config, grid, num_sequences);
-  return reinterpret_cast<const int32_t*>(static_cast<const char*>(workspace.memory) +
-                                          layout.row_status) +
+  return workspace_at<const int32_t>(workspace, layout.row_status) +
          static_cast<int64_t>(layer) * num_sequences * config.num_kv_heads;
 }
 

@@ -5,7 +5,6 @@
 #include "codec/file/cache_decoder.h"
 #include "codec/file/container_chunks.h"
 #include "codec/file/container_pages.h"
-#include "codec/file/read_chunk.h"
 #include "codec/format/byte_cursor.h"
 #include "codec/format/errors.h"
 #include "codec/host/parallel.h"
@@ -17,6 +16,10 @@ constexpr int64_t kBatchBytes = int64_t{256} << 20;  // of rows decoded at once
 constexpr int64_t kMaxRowValues = int64_t{1} << 30;  // a row is decoded whole, 8 GiB at most
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 constexpr Part kParts[] = {Part::kSinks, Part::kHigh, Part::kLow, Part::kKeyGap, Part::kWindow};
+
+ChunkKey key_of(ChunkKind kind, int32_t seq, int32_t layer, int32_t head) {
+  return {kind, seq, layer, head, 0, 0};
+}
 
 void mark_pruned(const RowPlan& plan, int64_t tokens, DecodedRow* out) {
   out->pruned.assign(tokens, 0);
@@ -44,14 +47,13 @@ Status CacheDecoder::load() {
     return Status(StatusCode::kUnsupported,
                   reader_.path() + ": holds a store's sequence, which only a store can load");
   }
-  Result<ContainerModel> model =
-      read_chunk(reader_, key_of(ChunkKind::kModel, kNotApplicable, kNotApplicable, kNotApplicable),
-                 parse_model);
+  Result<ContainerModel> model = read_chunk(
+      key_of(ChunkKind::kModel, kNotApplicable, kNotApplicable, kNotApplicable), parse_model);
   if (!model) return model.status();
   model_ = std::move(model.value());
   for (int32_t s = 0; s < model_.num_sequences; ++s) {
-    Result<ContainerSequence> sequence = read_chunk(
-        reader_, key_of(ChunkKind::kSequence, s, kNotApplicable, kNotApplicable), parse_sequence);
+    Result<ContainerSequence> sequence =
+        read_chunk(key_of(ChunkKind::kSequence, s, kNotApplicable, kNotApplicable), parse_sequence);
     if (!sequence) return sequence.status();
     const auto tokens = static_cast<int64_t>(sequence->tokens.size());
     if (tokens > kMaxRowValues / model_.layout.head_dim) {
@@ -70,7 +72,7 @@ Result<StoredBasis> CacheDecoder::read_basis(ChunkKey key) const {
   key.page = 0;
   if (reader_.find(key) < 0) key.sequence = kNotApplicable;
   const int32_t d = model_.layout.head_dim;
-  return read_chunk(reader_, key, [d](const auto& bytes) { return parse_basis(bytes, d); });
+  return read_chunk(key, [d](const auto& bytes) { return parse_basis(bytes, d); });
 }
 
 Status CacheDecoder::require_absent(const ChunkKey& key) const {
@@ -84,7 +86,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
   const int32_t d = model_.layout.head_dim;
   const auto refuse = [&](const std::string& what) { return corrupt_chunk(key, what); };
   Result<StoredSegment> segment =
-      read_chunk(reader_, key, [d](const auto& bytes) { return parse_segment(bytes, d); });
+      read_chunk(key, [d](const auto& bytes) { return parse_segment(bytes, d); });
   if (!segment) return segment.status();
   const auto count = static_cast<int64_t>(tokens.size());
   if (segment->data.tokens != count) {
@@ -182,7 +184,7 @@ Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, 
 
 Result<RowPlan> CacheDecoder::read_plan(int32_t seq, int32_t layer, int32_t kv_head) const {
   const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
-  return read_chunk(reader_, key_of(ChunkKind::kRow, seq, layer, kv_head),
+  return read_chunk(key_of(ChunkKind::kRow, seq, layer, kv_head),
                     [tokens](const auto& bytes) { return parse_row(bytes, tokens); });
 }
 
@@ -209,7 +211,7 @@ Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
     const bool paged = reader_.find(key) >= 0;
     if (paged) {
       Result<StoredPageFormat> format =
-          read_chunk(reader_, key, [d](const auto& bytes) { return parse_page_format(bytes, d); });
+          read_chunk(key, [d](const auto& bytes) { return parse_page_format(bytes, d); });
       if (!format) return format.status();
       key.kind = ChunkKind::kPage;
       key.head = kv_head;
@@ -238,7 +240,7 @@ Result<std::vector<int32_t>> CacheDecoder::query_positions(int32_t seq, int32_t 
   const ChunkKey key = key_of(ChunkKind::kQueryPositions, seq, layer, kNotApplicable);
   if (reader_.find(key) < 0) return std::vector<int32_t>();
   const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
-  return read_chunk(reader_, key, [&](const auto& bytes) -> Result<std::vector<int32_t>> {
+  return read_chunk(key, [&](const auto& bytes) -> Result<std::vector<int32_t>> {
     ByteReader r(bytes);
     const uint64_t count = r.u64();
     if (!r.ok() || count == 0 || count != r.left() / 4 || r.left() % 4 != 0) {
@@ -258,8 +260,7 @@ Result<std::vector<int32_t>> CacheDecoder::query_positions(int32_t seq, int32_t 
 }
 
 Result<std::vector<float>> CacheDecoder::values(const ChunkKey& key, int64_t count) const {
-  return read_chunk(reader_, key,
-                    [count](const auto& bytes) { return parse_values(bytes, count); });
+  return read_chunk(key, [count](const auto& bytes) { return parse_values(bytes, count); });
 }
 
 Result<std::vector<float>> CacheDecoder::queries(int32_t seq, int32_t layer, int32_t q_head,

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "codec/file/cache_decoder.h"
-#include "codec/file/read_chunk.h"
 #include "codec/format/errors.h"
 
 namespace tierkv {
@@ -45,7 +44,7 @@ Result<WeightedRow> CacheDecoder::read_weighted_row(ChunkKey key) const {
   if (reader_.find(key) < 0) key.sequence = kNotApplicable;
   const int32_t d = model_.layout.head_dim;
   Result<WeightedRow> row =
-      read_chunk(reader_, key, [d](const auto& bytes) { return parse_weighted_row(bytes, d); });
+      read_chunk(key, [d](const auto& bytes) { return parse_weighted_row(bytes, d); });
   if (row && !rope_.empty()) row->rope = rope_[layer].get();
   return row;
 }
@@ -54,7 +53,7 @@ Result<WeightedRow> CacheDecoder::read_weighted_row(ChunkKey key) const {
 Result<Codebook> CacheDecoder::read_codebook(ChunkKey key) const {
   key.kind = ChunkKind::kCodebook;
   key.head = kNotApplicable;
-  return read_chunk(reader_, key, [](const auto& bytes) {
+  return read_chunk(key, [](const auto& bytes) {
     return parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
   });
 }

@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "codec/format/basis.h"
 #include "codec/format/element.h"
 #include "codec/host/page_codec.h"
 #include "codec/host/page_codec_checks.h"
+#include "tierkv/basis.h"
 
 namespace tierkv {
 namespace {
