@@ -13,6 +13,7 @@
 #include "attention/tiers/shared_rows.cuh"
 #include "attention/work/plan.h"
 #include "codec/format/element.h"
+#include "tests/support/plan_items.h"
 
 namespace tierkv {
 

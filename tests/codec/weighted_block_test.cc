@@ -8,6 +8,7 @@
 
 #include "tests/codec/support/simd_targets.h"
 #include "tests/codec/support/weighted_source.h"
+#include "tools/analysis/scheme/importance.h"
 #include "tools/analysis/scheme/weighted_stats.h"
 
 namespace tierkv {

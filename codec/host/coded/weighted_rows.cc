@@ -2,7 +2,6 @@
 // The plain forms and the checks. The fast forms are in weighted_rows_simd.cc.
 #include "codec/host/coded/weighted_rows.h"
 
-#include <cmath>
 #include <string>
 
 #include "codec/format/sound_halves.h"
@@ -101,24 +100,6 @@ Status CodeFaults::status() const {
   }
   if (out_of_range) {
     return Status(StatusCode::kOutOfRange, "weighted steps: a code does not fit 16 bits");
-  }
-  return Status::ok();
-}
-
-Status importance_exponents(const float* significance, int32_t tokens, int64_t first_position,
-                            double scale, int8_t* exponents) {
-  if (tokens < 0 || first_position < 0) return invalid("tokens or first_position is negative");
-  for (int32_t t = 0; t < tokens; ++t) {
-    const double u = token_importance(first_position + t, significance[t], scale);
-    if (!std::isfinite(u)) {
-      return Status(StatusCode::kNonFinite, "weighted steps: significance of token " +
-                                                std::to_string(t) + " is not finite");
-    }
-    if (u < 0) return invalid("significance of token " + std::to_string(t) + " is negative");
-  }
-  for (int32_t t = 0; t < tokens; ++t) {
-    const double u = token_importance(first_position + t, significance[t], scale);
-    exponents[t] = static_cast<int8_t>(importance_exponent(u));
   }
   return Status::ok();
 }

@@ -4,6 +4,7 @@
 
 #include "codec/host/coded/histogram.h"
 #include "tools/analysis/scheme/code_entropy.h"
+#include "tools/analysis/scheme/importance.h"
 #include "tools/analysis/scheme/layer_scheme.h"
 
 namespace tierkv::analysis {
