@@ -5,8 +5,6 @@
 
 #include "attention/coded/coded_join.cuh"
 #include "attention/core/workspace.h"
-#include "codec/format/coded_block.h"
-#include "codec/format/element.h"
 #include "codec/format/head_dim.h"
 #include "codec/gpu/coded/coded_stream.cuh"
 #include "gpu/launch.cuh"

@@ -2,9 +2,7 @@
 #include "attention/engine/engine.h"
 
 #include <algorithm>
-#include <cmath>
 #include <string>
-#include <utility>
 
 #include "codec/format/element.h"
 #include "codec/format/errors.h"

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <string>

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <numeric>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "codec/format/element.h"

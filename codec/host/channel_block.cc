@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "codec/format/channel_block.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "codec/format/errors.h"

@@ -2,7 +2,6 @@
 #include "codec/host/page_codec.h"
 
 #include <bit>
-#include <cmath>
 #include <cstring>
 
 #include "codec/format/element.h"

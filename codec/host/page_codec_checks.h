@@ -3,9 +3,6 @@
 // to codec/.
 #pragma once
 
-#include <string>
-#include <utility>
-
 #include "codec/format/errors.h"
 #include "codec/host/page_codec.h"
 

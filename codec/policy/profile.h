@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "tierkv/basis.h"
 #include "tierkv/layout.h"
 #include "tierkv/rope.h"
 

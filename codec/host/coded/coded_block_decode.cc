@@ -7,7 +7,6 @@
 
 #include "codec/format/coded_block.h"
 #include "codec/host/coded/block_streams.h"
-#include "tierkv/layout.h"
 
 namespace tierkv {
 namespace {

@@ -7,8 +7,6 @@
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
-#include <algorithm>
-
 #include "codec/host/coded/weighted_rows.h"
 #include "codec/host/coded/weighted_rows_checks.h"
 
