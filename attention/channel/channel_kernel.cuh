@@ -9,6 +9,7 @@
 #include "attention/core/head_sum.cuh"
 #include "attention/core/parts_join.cuh"
 #include "attention/core/query_unit.h"
+#include "codec/format/head_dim.h"
 #include "gpu/lanes.cuh"
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
@@ -278,16 +279,8 @@ ChannelKernel<Cache> channel_kernel_of_bits(const ChannelLayout& l) {
 // The kernel for a layout that make_channel_layout() makes.
 template <class Cache>
 ChannelKernel<Cache> channel_kernel(const ChannelLayout& l) {
-  switch (l.head_dim()) {
-    case 64:
-      return channel_kernel_of_bits<Cache, 64>(l);
-    case 96:
-      return channel_kernel_of_bits<Cache, 96>(l);
-    case 128:
-      return channel_kernel_of_bits<Cache, 128>(l);
-    default:
-      return channel_kernel_of_bits<Cache, 256>(l);
-  }
+  return with_head_dim(l.head_dim(),
+                       [&](auto dim) { return channel_kernel_of_bits<Cache, dim>(l); });
 }
 
 inline constexpr int32_t kChannelJoinWarps = 4;

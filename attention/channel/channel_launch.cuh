@@ -2,8 +2,6 @@
 // The launches of attention over channel blocks.
 #pragma once
 
-#include <algorithm>
-
 #include "attention/channel/channel_kernel.cuh"
 #include "gpu/launch.cuh"
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/channel/channel_plan.h"
 
-#include <algorithm>
 #include <string>
 
 namespace tierkv {

@@ -5,8 +5,7 @@
 
 #include "attention/coded/coded_join.cuh"
 #include "attention/core/workspace.h"
-#include "codec/format/coded_block.h"
-#include "codec/format/element.h"
+#include "codec/format/head_dim.h"
 #include "codec/gpu/coded/coded_stream.cuh"
 #include "gpu/launch.cuh"
 
@@ -15,16 +14,9 @@ namespace {
 
 template <RopePairing kPairing>
 CodedKernel weighted_kernel(const CodedAttention& call, int32_t copies_log) {
-  switch (call.head_dim) {
-    case 64:
-      return find_weighted_kernel<kPairing, 64>(call, copies_log);
-    case 96:
-      return find_weighted_kernel<kPairing, 96>(call, copies_log);
-    case 128:
-      return find_weighted_kernel<kPairing, 128>(call, copies_log);
-    default:
-      return find_weighted_kernel<kPairing, 256>(call, copies_log);
-  }
+  return with_head_dim(call.head_dim, [&](auto dim) {
+    return find_weighted_kernel<kPairing, dim>(call, copies_log);
+  });
 }
 
 // The parameters that all passes share.

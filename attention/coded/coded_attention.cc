@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "codec/format/head_dim.h"
 #include "tierkv/attention.h"
 
 namespace tierkv {
@@ -69,7 +70,7 @@ Status check_weighted(const CodedAttention& call) {
 }  // namespace
 
 Status CodedAttention::validate() const {
-  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
+  if (!is_known_head_dim(head_dim)) {
     return unsupported("head_dim must be 64, 96, 128 or 256");
   }
   if (columns < 1) return invalid("columns must be at least 1");

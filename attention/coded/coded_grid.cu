@@ -2,8 +2,6 @@
 // How a device runs a call of coded attention: tables with as many copies as there is room for,
 // then slots.
 
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <string>
 

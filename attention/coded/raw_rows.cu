@@ -1,19 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/coded/raw_rows.cuh"
+#include "codec/format/head_dim.h"
 
 namespace tierkv {
 
 CodedKernel find_raw_rows_kernel(int32_t head_dim) {
-  switch (head_dim) {
-    case 64:
-      return raw_rows_kernel<4>;
-    case 96:
-      return raw_rows_kernel<6>;
-    case 128:
-      return raw_rows_kernel<8>;
-    default:
-      return raw_rows_kernel<16>;
-  }
+  return with_head_dim(head_dim,
+                       [](auto dim) -> CodedKernel { return raw_rows_kernel<dim / kDimBlock>; });
 }
 
 }  // namespace tierkv

@@ -1,21 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
 #include <string>
 
 #include "attention/core/workspace.h"
 #include "attention/tiers/decode.h"
+#include "codec/format/element.h"
+#include "codec/format/errors.h"
 #include "codec/format/page_layout.h"
 #include "tierkv/attention.h"
 
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-Status unsupported(std::string why) {
-  return Status(StatusCode::kUnsupported, std::move(why));
-}
 
 constexpr int32_t kMaxHeads = 1 << 16;
 constexpr int32_t kMaxLayers = 1 << 12;
@@ -33,7 +27,7 @@ Status validate_heads(const AttentionConfig& c) {
     return unsupported("group of " + std::to_string(c.group_size()) +
                        " q heads per kv_head; attention needs 1 to 16");
   }
-  if (!has_page_layout(c.head_dim)) {
+  if (!is_known_head_dim(c.head_dim)) {
     return unsupported("head_dim " + std::to_string(c.head_dim) +
                        "; attention needs 64, 96, 128 or 256");
   }
@@ -45,7 +39,7 @@ Status validate_modes(const AttentionConfig& c) {
   if (c.q_len > kMaxQueryTokens) {
     return unsupported("q_len " + std::to_string(c.q_len) + "; attention needs 1 to 8");
   }
-  if (c.dtype != DType::kFloat16 && c.dtype != DType::kBFloat16) {
+  if (!is_raw_dtype(c.dtype)) {
     return unsupported(std::string("dtype ") + dtype_name(c.dtype) +
                        "; attention needs float16 or bfloat16");
   }
@@ -141,6 +135,16 @@ Status validate_tail(const AttentionConfig& config, const AttentionTail& tail) {
   return Status::ok();
 }
 
+Status check_workspace(const AttentionWorkspace& workspace, size_t needed) {
+  if (workspace.memory == nullptr ||
+      reinterpret_cast<uintptr_t>(workspace.memory) % kWorkspaceAlignment != 0) {
+    return invalid("workspace is null or not aligned to 256 bytes");
+  }
+  if (workspace.bytes >= needed) return Status::ok();
+  return Status(StatusCode::kBufferTooSmall, "workspace has " + std::to_string(workspace.bytes) +
+                                                 " bytes, needs " + std::to_string(needed));
+}
+
 size_t attention_workspace_bytes(const AttentionConfig& config, const AttentionGrid& grid,
                                  int32_t num_sequences) {
   return workspace_layout(config, grid, num_sequences).bytes;
@@ -150,8 +154,7 @@ const int32_t* attention_row_status(const AttentionConfig& config, const Attenti
                                     int32_t num_sequences, int32_t layer,
                                     const AttentionWorkspace& workspace) {
   const WorkspaceLayout layout = workspace_layout(config, grid, num_sequences);
-  return reinterpret_cast<const int32_t*>(static_cast<const char*>(workspace.memory) +
-                                          layout.row_status) +
+  return workspace_at<const int32_t>(workspace, layout.row_status) +
          static_cast<int64_t>(layer) * num_sequences * config.num_kv_heads;
 }
 

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-
 #include "attention/core/merge.h"
+
+#include "codec/format/element.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 
 Status validate_merge(const MergeCall& call) {
-  const auto invalid = [](const char* why) { return Status(StatusCode::kInvalidArgument, why); };
   if (call.rows < 0 || call.rows > INT32_MAX) return invalid("rows must be 0 to 2^31 - 1");
   if (call.head_dim < 2 || call.head_dim > kMaxHeadDim || call.head_dim % 2 != 0) {
     return invalid("head_dim must be even, 2 to 4096");
   }
-  if (call.dtype != DType::kFloat16 && call.dtype != DType::kBFloat16) {
-    return Status(StatusCode::kUnsupported, std::string("dtype ") + dtype_name(call.dtype) +
-                                                "; merge needs float16 or bfloat16");
+  if (!is_raw_dtype(call.dtype)) {
+    return unsupported(std::string("dtype ") + dtype_name(call.dtype) +
+                       "; merge needs float16 or bfloat16");
   }
   for (const AttentionPart& part : {call.a, call.b}) {
     if (part.out == nullptr || part.lse == nullptr) return invalid("a part is null");
@@ -29,14 +30,11 @@ Status merge_attention_host(const MergeCall& call) {
   const auto* a = static_cast<const uint16_t*>(call.a.out);
   const auto* b = static_cast<const uint16_t*>(call.b.out);
   auto* out = static_cast<uint16_t*>(call.out);
-  const bool is_bfloat16 = call.dtype == DType::kBFloat16;
   for (int64_t r = 0; r < call.rows; ++r) {
     const MergedRow row = merge_row(call.a.lse[r], call.b.lse[r]);
     for (int64_t i = r * call.head_dim; i < (r + 1) * call.head_dim; ++i) {
-      out[i] = is_bfloat16
-                   ? float_to_bfloat16(
-                         merge_value(row, bfloat16_to_float(a[i]), bfloat16_to_float(b[i])))
-                   : float_to_half(merge_value(row, half_to_float(a[i]), half_to_float(b[i])));
+      const float x = raw_to_float(call.dtype, a[i]), y = raw_to_float(call.dtype, b[i]);
+      out[i] = float_to_raw(call.dtype, merge_value(row, x, y));
     }
     call.lse[r] = row.lse;
   }

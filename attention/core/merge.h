@@ -26,5 +26,7 @@ TKV_HD float merge_value(const MergedRow& row, float a, float b) {
 }
 
 Status validate_merge(const MergeCall& call);
+// A learned sink (apply_sinks()) is a part without a value: merge_row() with it joins them.
+Status validate_sinks(const SinkCall& call);
 
 }  // namespace tierkv

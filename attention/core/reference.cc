@@ -8,6 +8,8 @@
 #include <string>
 
 #include "attention/core/workspace.h"
+#include "codec/format/element.h"
+#include "codec/format/errors.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
@@ -23,10 +25,6 @@ double half_at(const uint8_t* bytes) {
   uint16_t bits;
   std::memcpy(&bits, bytes, sizeof(bits));
   return half_to_float(bits);
-}
-
-Status corrupt(std::string why) {
-  return Status(StatusCode::kCorrupt, std::move(why));
 }
 
 void decode_slot(const PageLayout& layout, const uint8_t* page, int32_t slot, DType raw,
@@ -117,7 +115,7 @@ QueryResult attend_row(const RowTokensDecoded& row, const Query& query) {
     if (row.age[i] < query.least_age) continue;
     double dot = 0;
     for (int32_t d = 0; d < query.head_dim; ++d) {
-      dot += value_of_bits(query.q[d], query.dtype) * row.k[i * query.head_dim + d];
+      dot += raw_to_float(query.dtype, query.q[d]) * row.k[i * query.head_dim + d];
     }
     logits[i] = dot * query.sm_scale;
     largest = std::fmax(largest, logits[i]);
@@ -144,10 +142,9 @@ double page_value(const PageLayout& layout, const uint8_t* page, Component compo
   const TileLayout& tile = layout.tile(component);
   const int32_t tile_index = slot / kTileTokens, token = slot % kTileTokens;
   const CodePosition at = code_position(tile, component, token, dim);
-  uint32_t word;
-  std::memcpy(&word, page + layout.tile_codes_byte(component, tile_index) + at.byte, sizeof(word));
-  const uint32_t code = (word >> at.bit) & ((1u << tile.type.bits()) - 1);
-  if (tile.type.is_raw()) return value_of_bits(static_cast<uint16_t>(code), raw);
+  const uint32_t code =
+      load_code(page + layout.tile_codes_byte(component, tile_index), at, tile.type.bits());
+  if (tile.type.is_raw()) return raw_to_float(raw, static_cast<uint16_t>(code));
   const int32_t groups = layout.groups(component), group = dim / (layout.head_dim() / groups);
   const uint8_t* metadata =
       page + layout.tile_metadata_byte(component, tile_index) + token_metadata_byte(group, token);

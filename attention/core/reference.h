@@ -15,10 +15,6 @@ namespace tierkv {
 // bfloat16. `page` is any memory of layout.used_bytes; slot and dim are in range.
 double page_value(const PageLayout& layout, const uint8_t* page, Component component, int32_t slot,
                   int32_t dim, DType raw = DType::kFloat16);
-// The number that 16 bits are.
-inline double value_of_bits(uint16_t bits, DType dtype) {
-  return dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
-}
 
 struct ReferenceOutput {
   std::vector<double>

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention/core/sinks.h"
+#include "attention/core/merge.h"
 
 #include <string>
+
+#include "codec/format/element.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 
 Status validate_sinks(const SinkCall& call) {
-  const auto invalid = [](const char* why) { return Status(StatusCode::kInvalidArgument, why); };
   if (call.num_q_heads < 1) return invalid("num_q_heads must be positive");
   if (call.rows < 0 || call.rows > INT32_MAX / call.num_q_heads) {
     return invalid("rows must be 0 to 2^31 - 1 over num_q_heads");
@@ -14,9 +16,9 @@ Status validate_sinks(const SinkCall& call) {
   if (call.head_dim < 2 || call.head_dim > kMaxHeadDim || call.head_dim % 2 != 0) {
     return invalid("head_dim must be even, 2 to 4096");
   }
-  if (call.dtype != DType::kFloat16 && call.dtype != DType::kBFloat16) {
-    return Status(StatusCode::kUnsupported, std::string("dtype ") + dtype_name(call.dtype) +
-                                                "; sinks need float16 or bfloat16");
+  if (!is_raw_dtype(call.dtype)) {
+    return unsupported(std::string("dtype ") + dtype_name(call.dtype) +
+                       "; sinks need float16 or bfloat16");
   }
   if (call.out == nullptr || call.lse == nullptr) return invalid("out or lse is null");
   if (call.sinks == nullptr) return invalid("sinks is null");
@@ -29,13 +31,10 @@ Status validate_sinks(const SinkCall& call) {
 Status apply_sinks_host(const SinkCall& call) {
   if (Status s = validate_sinks(call); !s) return s;
   auto* out = static_cast<uint16_t*>(call.out);
-  const bool is_bfloat16 = call.dtype == DType::kBFloat16;
   for (int64_t i = 0; i < call.rows * call.num_q_heads; ++i) {
     const MergedRow row = merge_row(call.lse[i], call.sinks[i % call.num_q_heads]);
     for (int64_t d = i * call.head_dim; d < (i + 1) * call.head_dim; ++d) {
-      const float x = is_bfloat16 ? bfloat16_to_float(out[d]) : half_to_float(out[d]);
-      const float y = merge_value(row, x, 0.0f);
-      out[d] = is_bfloat16 ? float_to_bfloat16(y) : float_to_half(y);
+      out[d] = float_to_raw(call.dtype, merge_value(row, raw_to_float(call.dtype, out[d]), 0.0f));
     }
     call.lse[i] = row.lse;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention/core/sinks.h"
+#include "attention/core/merge.h"
 
 #include "gpu/launch.cuh"
 #include "gpu/math.cuh"

@@ -74,6 +74,13 @@ inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const Att
   return layout;
 }
 
+template <class T>
+T* workspace_at(const AttentionWorkspace& workspace, size_t offset) {
+  return reinterpret_cast<T*>(static_cast<char*>(workspace.memory) + offset);
+}
+// kInvalidArgument, kBufferTooSmall.
+Status check_workspace(const AttentionWorkspace& workspace, size_t needed);
+
 // kInvalidArgument with the field's name; not read where there is one query.
 Status validate_tail(const AttentionConfig& config, const AttentionTail& tail);
 

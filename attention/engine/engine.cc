@@ -2,19 +2,13 @@
 #include "attention/engine/engine.h"
 
 #include <algorithm>
-#include <cmath>
 #include <string>
-#include <utility>
+
+#include "codec/format/element.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-Status unsupported(std::string why) {
-  return Status(StatusCode::kUnsupported, std::move(why));
-}
 
 constexpr int32_t kMaxBlockTokens = 1024;
 
@@ -66,7 +60,7 @@ Status EngineConfig::validate() const {
   if (page_tile_bytes(*shape) > kMaxPageBytes / std::max(1, block_tokens / kTileTokens)) {
     return invalid("block_tokens makes a page above 1 MiB");
   }
-  if (dtype != DType::kFloat16 && dtype != DType::kBFloat16) {
+  if (!is_raw_dtype(dtype)) {
     return unsupported(std::string("dtype ") + dtype_name(dtype) +
                        "; an engine's cache needs float16 or bfloat16");
   }
@@ -133,18 +127,9 @@ Result<SlotEncode> slot_encode(const EngineConfig& config, const EngineLayer& la
                                const EngineTokens& tokens) {
   const Result<BlockCache> cache = block_cache(config, layer);
   if (!cache) return cache.status();
-  SlotEncode e;
-  e.cache = *cache;
-  e.k = tokens.k;
-  e.v = tokens.v;
-  const EngineStrides k = strides_of(tokens.k_strides, config.num_kv_heads, config.head_dim);
-  const EngineStrides v = strides_of(tokens.v_strides, config.num_kv_heads, config.head_dim);
-  e.k_strides = {k.token, k.head};
-  e.v_strides = {v.token, v.head};
-  e.dtype = config.dtype;
-  e.slots = tokens.slots;
-  e.count = tokens.count;
-  e.errors = tokens.errors;
+  SlotEncode e = {tokens, *cache, config.dtype};
+  e.k_strides = strides_of(tokens.k_strides, config.num_kv_heads, config.head_dim);
+  e.v_strides = strides_of(tokens.v_strides, config.num_kv_heads, config.head_dim);
   return e;
 }
 
@@ -152,22 +137,7 @@ Result<BlockDecode> block_decode(const EngineConfig& config, const EngineLayer& 
                                  const EngineRanges& ranges) {
   const Result<BlockCache> cache = block_cache(config, layer);
   if (!cache) return cache.status();
-  BlockDecode d;
-  d.cache = *cache;
-  d.block_table = ranges.block_table;
-  d.table_stride = ranges.table_stride;
-  d.num_sequences = ranges.num_sequences;
-  d.sequences = ranges.sequences;
-  d.first = ranges.first;
-  d.starts = ranges.starts;
-  d.count = ranges.count;
-  d.max_tokens = ranges.max_tokens;
-  d.num_rows = ranges.num_rows;
-  d.k = ranges.k;
-  d.v = ranges.v;
-  d.dtype = config.dtype;
-  d.errors = ranges.errors;
-  return d;
+  return BlockDecode{ranges, *cache, config.dtype};
 }
 
 Status engine_encode_host(const EngineConfig& config, const EngineLayer& layer,

@@ -9,29 +9,14 @@ uint32_t ctas_of(int64_t warps) {
   return static_cast<uint32_t>((warps + kEngineWarps - 1) / kEngineWarps);
 }
 
-template <class T>
-T* at(const AttentionWorkspace& workspace, size_t offset) {
-  return reinterpret_cast<T*>(static_cast<char*>(workspace.memory) + offset);
-}
-
-Status check_workspace(const AttentionWorkspace& workspace, size_t needed) {
-  if (workspace.memory == nullptr ||
-      reinterpret_cast<uintptr_t>(workspace.memory) % kWorkspaceAlignment != 0) {
-    return Status(StatusCode::kInvalidArgument, "workspace is null or not aligned to 256 bytes");
-  }
-  if (workspace.bytes >= needed) return Status::ok();
-  return Status(StatusCode::kBufferTooSmall, "workspace has " + std::to_string(workspace.bytes) +
-                                                 " bytes, needs " + std::to_string(needed));
-}
-
 AttentionWorkspace attention_part(const AttentionWorkspace& whole, const EngineWorkspace& layout) {
-  return {at<void>(whole, layout.attention), layout.tokens - layout.attention};
+  return {workspace_at<void>(whole, layout.attention), layout.tokens - layout.attention};
 }
 
 PageTableView table_view(const EngineConfig& config, const EngineBatch& batch,
                          const AttentionWorkspace& workspace, const EngineWorkspace& layout) {
-  return {table_shape(config, batch), at<int32_t>(workspace, layout.slots),
-          at<SideCounts>(workspace, layout.tokens), nullptr};
+  return {table_shape(config, batch), workspace_at<int32_t>(workspace, layout.slots),
+          workspace_at<SideCounts>(workspace, layout.tokens), nullptr};
 }
 
 }  // namespace
@@ -75,8 +60,8 @@ Status engine_plan(const EngineConfig& config, const EngineGrid& grid, const Eng
   if (!rows) return rows.status();
   const EngineWorkspace layout = engine_workspace(config, grid);
   if (Status s = check_workspace(workspace, layout.bytes); !s) return s;
-  rows->slots = at<int32_t>(workspace, layout.slots);
-  rows->tokens = at<SideCounts>(workspace, layout.tokens);
+  rows->slots = workspace_at<int32_t>(workspace, layout.slots);
+  rows->tokens = workspace_at<SideCounts>(workspace, layout.tokens);
   const dim3 ctas(static_cast<uint32_t>(batch.count), static_cast<uint32_t>(config.num_kv_heads));
   block_rows_kernel<<<ctas, kEngineThreads, 0, stream>>>(*rows);
   if (Status s = cuda_status(cudaGetLastError(), "rows of block tables"); !s) return s;
@@ -93,9 +78,9 @@ Status engine_attend(const EngineConfig& config, const EngineGrid& grid, const E
   if (Status s = check_workspace(workspace, layout.bytes); !s) return s;
   const AttentionConfig attention = attention_config(config, call.batch.queries);
   const AttentionGrid& of = grid.of[call.batch.queries - 1];
-  q->packed_q = at<void>(workspace, layout.q);
-  q->packed_out = at<void>(workspace, layout.out);
-  q->packed_lse = at<float>(workspace, layout.lse);
+  q->packed_q = workspace_at<void>(workspace, layout.q);
+  q->packed_out = workspace_at<void>(workspace, layout.out);
+  q->packed_lse = workspace_at<float>(workspace, layout.lse);
   q->row_status =
       attention_row_status(attention, of, call.batch.count, 0, attention_part(workspace, layout));
   if (Status s = pack_queries(*q, stream); !s) return s;
@@ -104,8 +89,8 @@ Status engine_attend(const EngineConfig& config, const EngineGrid& grid, const E
   attend_call.pages = page_view(config, call.layer);
   attend_call.batch = {nullptr, call.batch.count};
   attend_call.q = q->packed_q;
-  attend_call.out = at<void>(workspace, layout.out);
-  attend_call.lse = call.lse == nullptr ? nullptr : at<float>(workspace, layout.lse);
+  attend_call.out = workspace_at<void>(workspace, layout.out);
+  attend_call.lse = call.lse == nullptr ? nullptr : workspace_at<float>(workspace, layout.lse);
   // The packing of queries began when all work before it had ended, and writes neither.
   attend_call.plan_is_settled = true;
   attend_call.settled[0] = Settled::kAll;

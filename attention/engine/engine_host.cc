@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reference of attention over an engine's blocks: the device's steps, in host memory and
 // double.
-#include <cmath>
 #include <vector>
 
 #include "attention/core/reference.h"

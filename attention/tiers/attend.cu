@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <string>
@@ -10,14 +9,11 @@
 #include "attention/tiers/grid.h"
 #include "attention/tiers/shared_rows.h"
 #include "attention/work/plan.h"
+#include "codec/format/errors.h"
 #include "gpu/launch.cuh"
 
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
 
 bool is_aligned(const void* p, size_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
@@ -69,20 +65,7 @@ Status validate_call(const AttentionConfig& config, const AttentionGrid& grid,
   if (batch.sequences == nullptr && batch.count > table.shape.num_sequences) {
     return invalid("batch is longer than the page table and names no sequences");
   }
-  if (workspace.memory == nullptr || !is_aligned(workspace.memory, kWorkspaceAlignment)) {
-    return invalid("workspace is null or not aligned to 256 bytes");
-  }
-  const size_t bytes = workspace_layout(config, grid, batch.count).bytes;
-  if (workspace.bytes < bytes) {
-    return Status(StatusCode::kBufferTooSmall, "workspace has " + std::to_string(workspace.bytes) +
-                                                   " bytes, needs " + std::to_string(bytes));
-  }
-  return Status::ok();
-}
-
-template <class T>
-T* at(const AttentionWorkspace& workspace, size_t offset) {
-  return reinterpret_cast<T*>(static_cast<char*>(workspace.memory) + offset);
+  return check_workspace(workspace, workspace_layout(config, grid, batch.count).bytes);
 }
 
 Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
@@ -113,8 +96,8 @@ Status plan_of(const AttentionConfig& config, const AttentionGrid& grid, const P
   if constexpr (kClasses > 1) {
     for (int32_t i = 0; i < config.num_layers; ++i) params.layers[i] = head_planes(config, i);
   }
-  params.items = at<WorkItem>(workspace, layout.items);
-  params.row_status = at<int32_t>(workspace, layout.row_status);
+  params.items = workspace_at<WorkItem>(workspace, layout.items);
+  params.row_status = workspace_at<int32_t>(workspace, layout.row_status);
   params.max_ctas = grid.num_ctas;
   params.even_ctas = even_ctas(params.rows.num_rows, grid.num_ctas);
   params.warps = grid.warps_per_cta;
@@ -140,12 +123,12 @@ Status attend_of(const AttentionConfig& config, const AttentionGrid& grid, const
   params.out = call.out;
   params.lse = call.lse;
   params.sinks = call.sinks;
-  params.row_status = at<int32_t>(workspace, layout.row_status) +
+  params.row_status = workspace_at<int32_t>(workspace, layout.row_status) +
                       static_cast<int64_t>(call.layer) * call.batch.count * config.num_kv_heads;
-  params.items = at<WorkItem>(workspace, layout.items) +
+  params.items = workspace_at<WorkItem>(workspace, layout.items) +
                  static_cast<int64_t>(call.layer) * items_per_layer(grid);
-  params.part_states = at<SoftmaxState>(workspace, layout.part_states);
-  params.parts = at<float>(workspace, layout.parts);
+  params.part_states = workspace_at<SoftmaxState>(workspace, layout.part_states);
+  params.parts = workspace_at<float>(workspace, layout.parts);
   params.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
   params.slot_bytes = grid.slot_bytes;
   params.slots = grid.slots_per_warp;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/tiers/decode.h"
 
+#include "codec/format/head_dim.h"
 #include "gpu/launch.cuh"
 
 namespace tierkv {
@@ -8,18 +9,8 @@ namespace {
 
 template <int32_t kClasses>
 DecodeKernelOf<kClasses> kernel_of(int32_t head_dim, const DecodeChoice& choice) {
-  switch (head_dim) {
-    case 64:
-      return decode_kernel_of<64, kClasses>(choice);
-    case 96:
-      return decode_kernel_of<96, kClasses>(choice);
-    case 128:
-      return decode_kernel_of<128, kClasses>(choice);
-    case 256:
-      return decode_kernel_of<256, kClasses>(choice);
-    default:
-      return nullptr;
-  }
+  if (!is_known_head_dim(head_dim)) return nullptr;
+  return with_head_dim(head_dim, [&](auto dim) { return decode_kernel_of<dim, kClasses>(choice); });
 }
 
 Status no_kernel(int32_t head_dim) {

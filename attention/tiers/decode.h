@@ -3,7 +3,6 @@
 // shared memory is too small, each with its own item of the plan and its own ring of chunks there.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "attention/core/columns.h"

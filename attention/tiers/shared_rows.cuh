@@ -8,6 +8,7 @@
 #include "attention/core/parts_join.cuh"
 #include "attention/tiers/decode.h"
 #include "attention/tiers/shared_rows.h"
+#include "codec/format/head_dim.h"
 #include "gpu/lanes.cuh"
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
@@ -164,18 +165,8 @@ SharedRowsLaunch shared_rows_launch_for(const SharedRowsParams& p) {
   return {few_rows_kernel<kHeadDim>, ceil_div(warps, kSharedRowsWarps)};
 }
 inline SharedRowsLaunch shared_rows_launch(const SharedRowsParams& p, int32_t head_dim) {
-  switch (head_dim) {
-    case 64:
-      return shared_rows_launch_for<64>(p);
-    case 96:
-      return shared_rows_launch_for<96>(p);
-    case 128:
-      return shared_rows_launch_for<128>(p);
-    case 256:
-      return shared_rows_launch_for<256>(p);
-    default:
-      return {};
-  }
+  if (!is_known_head_dim(head_dim)) return {};
+  return with_head_dim(head_dim, [&](auto dim) { return shared_rows_launch_for<dim>(p); });
 }
 
 }  // namespace tierkv

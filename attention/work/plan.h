@@ -2,16 +2,15 @@
 // The plan: the tiles of all rows of a launch, cut into items of equal cost (bytes), one per warp
 // of a fixed grid.
 //
-// Made on the device from the token counts, so a captured graph stays valid while sequences grow;
-// the host form is the reference and gives the same items. Where there is too little work for all
-// CTAs, the last ones get none; of a CTA with work, some warps may get none.
+// Made on the device from the token counts, so a captured graph stays valid while sequences grow.
+// The reference, plan_items(), is in tests/support/. Where there is too little work for all CTAs,
+// the last ones get none; of a CTA with work, some warps may get none.
 //
 // Source: the even split of flat work over a fixed grid is stream-K (Osama et al. 2023), with bytes
 // for cost.
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "attention/work/work.h"
 #include "tierkv/attention.h"
@@ -38,12 +37,6 @@ struct PlanParamsOf : PlanClasses<kClasses> {
   int32_t warps = 1;              // of a CTA
   int32_t num_layers = 1;
 };
-
-// Host reference of one layer, whose classes `rows` has: max_ctas * warps + 1 items. All pointers
-// of `rows` are host memory.
-template <int32_t kClasses>
-std::vector<WorkItem> plan_items(const RowsOf<kClasses>& rows, int32_t layer, int32_t max_ctas,
-                                 int32_t warps);
 
 // Lets the plan kernel use the shared memory it may need. Once per device.
 Status prepare_plan();

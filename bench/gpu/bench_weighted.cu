@@ -13,6 +13,7 @@
 #include "codec/format/element.h"
 #include "codec/host/coded/weighted_books.h"
 #include "codec/host/coded/weighted_rows.h"
+#include "tools/analysis/scheme/importance.h"
 
 namespace tierkv::bench {
 namespace {

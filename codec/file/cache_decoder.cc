@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // CacheDecoder and verify(): a container back into rows.
 #include <algorithm>
-#include <atomic>
 
 #include "codec/file/cache_decoder.h"
 #include "codec/file/container_chunks.h"
 #include "codec/file/container_pages.h"
-#include "codec/file/read_chunk.h"
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 #include "codec/host/parallel.h"
 
 namespace tierkv {
@@ -17,6 +16,10 @@ constexpr int64_t kBatchBytes = int64_t{256} << 20;  // of rows decoded at once
 constexpr int64_t kMaxRowValues = int64_t{1} << 30;  // a row is decoded whole, 8 GiB at most
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 constexpr Part kParts[] = {Part::kSinks, Part::kHigh, Part::kLow, Part::kKeyGap, Part::kWindow};
+
+ChunkKey key_of(ChunkKind kind, int32_t seq, int32_t layer, int32_t head) {
+  return {kind, seq, layer, head, 0, 0};
+}
 
 void mark_pruned(const RowPlan& plan, int64_t tokens, DecodedRow* out) {
   out->pruned.assign(tokens, 0);
@@ -44,14 +47,13 @@ Status CacheDecoder::load() {
     return Status(StatusCode::kUnsupported,
                   reader_.path() + ": holds a store's sequence, which only a store can load");
   }
-  Result<ContainerModel> model =
-      read_chunk(reader_, key_of(ChunkKind::kModel, kNotApplicable, kNotApplicable, kNotApplicable),
-                 parse_model);
+  Result<ContainerModel> model = read_chunk(
+      key_of(ChunkKind::kModel, kNotApplicable, kNotApplicable, kNotApplicable), parse_model);
   if (!model) return model.status();
   model_ = std::move(model.value());
   for (int32_t s = 0; s < model_.num_sequences; ++s) {
-    Result<ContainerSequence> sequence = read_chunk(
-        reader_, key_of(ChunkKind::kSequence, s, kNotApplicable, kNotApplicable), parse_sequence);
+    Result<ContainerSequence> sequence =
+        read_chunk(key_of(ChunkKind::kSequence, s, kNotApplicable, kNotApplicable), parse_sequence);
     if (!sequence) return sequence.status();
     const auto tokens = static_cast<int64_t>(sequence->tokens.size());
     if (tokens > kMaxRowValues / model_.layout.head_dim) {
@@ -70,23 +72,26 @@ Result<StoredBasis> CacheDecoder::read_basis(ChunkKey key) const {
   key.page = 0;
   if (reader_.find(key) < 0) key.sequence = kNotApplicable;
   const int32_t d = model_.layout.head_dim;
-  return read_chunk(reader_, key, [d](const auto& bytes) { return parse_basis(bytes, d); });
+  return read_chunk(key, [d](const auto& bytes) { return parse_basis(bytes, d); });
+}
+
+Status CacheDecoder::require_absent(const ChunkKey& key) const {
+  if (reader_.find(key) < 0) return Status::ok();
+  return corrupt_chunk(key, "the row map gives it no tokens");
 }
 
 // Decodes the segment `key` into rows tokens[i] of out [sequence tokens, head_dim].
 Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens,
                                  float* out) const {
   const int32_t d = model_.layout.head_dim;
-  const auto corrupt = [&](const std::string& what) {
-    return Status(StatusCode::kCorrupt, reader_.path() + ": " + to_string(key) + ": " + what);
-  };
+  const auto refuse = [&](const std::string& what) { return corrupt_chunk(key, what); };
   Result<StoredSegment> segment =
-      read_chunk(reader_, key, [d](const auto& bytes) { return parse_segment(bytes, d); });
+      read_chunk(key, [d](const auto& bytes) { return parse_segment(bytes, d); });
   if (!segment) return segment.status();
   const auto count = static_cast<int64_t>(tokens.size());
   if (segment->data.tokens != count) {
-    return corrupt("holds " + std::to_string(segment->data.tokens) + " tokens, the row map says " +
-                   std::to_string(count));
+    return refuse("holds " + std::to_string(segment->data.tokens) + " tokens, the row map says " +
+                  std::to_string(count));
   }
   StoredBasis basis;
   if (segment->needs_basis()) {
@@ -94,8 +99,8 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
     if (!stored) return stored.status();
     basis = std::move(stored.value());
     const ComponentFormat& f = segment->format.format;
-    if (f.basis != basis.basis.kind) return corrupt("its basis is of another kind");
-    if (f.step_rule == StepRule::kAbsolute && !(basis.step > 0)) return corrupt("has no step");
+    if (f.basis != basis.basis.kind) return refuse("its basis is of another kind");
+    if (f.step_rule == StepRule::kAbsolute && !(basis.step > 0)) return refuse("has no step");
     segment->format.step = basis.step;
     if (f.basis != BasisKind::kNone) segment->format.basis = &basis.basis;
   }
@@ -105,7 +110,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
   if (segment->is_weighted()) {
     if (segment->format.weighted.first_position != tokens[0] ||
         tokens.back() - tokens[0] != count - 1) {
-      return corrupt("its tokens are not those of the row map");
+      return refuse("its tokens are not those of the row map");
     }
     Result<WeightedRow> stored = read_weighted_row(key);
     if (!stored) return stored.status();
@@ -118,12 +123,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
     weighted.row = &row;
     weighted.family = &family;
   } else if (segment->needs_codebook()) {
-    ChunkKey book_key = key;
-    book_key.kind = ChunkKind::kCodebook;
-    book_key.head = kNotApplicable;
-    Result<Codebook> parsed = read_chunk(reader_, book_key, [](const auto& bytes) {
-      return parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
-    });
+    Result<Codebook> parsed = read_codebook(key);
     if (!parsed) return parsed.status();
     codebook = std::move(parsed.value());
     segment->format.codebook = &*codebook;
@@ -133,7 +133,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
   for (int64_t t = 0; t < count; t += kBlockTokens) {
     const auto n = std::min<int64_t>(kBlockTokens, count - t);
     if (StatusCode s = decoder.read(n, x.data()); s != StatusCode::kOk) {
-      return corrupt("its codes cannot be decoded from token " + std::to_string(t) + " on");
+      return refuse("its codes cannot be decoded from token " + std::to_string(t) + " on");
     }
     for (int64_t i = 0; i < n; ++i) std::copy_n(x.data() + i * d, d, out + tokens[t + i] * d);
   }
@@ -145,9 +145,7 @@ Status CacheDecoder::decode_segment(const ChunkKey& key, const RowPlan& plan, fl
   const std::vector<int64_t> list =
       part_tokens(plan, static_cast<Component>(key.component), static_cast<Part>(key.part));
   if (!list.empty()) return decode_part(key, list, out);
-  if (reader_.find(key) < 0) return Status::ok();
-  return Status(StatusCode::kCorrupt,
-                reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+  return require_absent(key);
 }
 
 // A part that is stored as pages; `key` is that of its first page.
@@ -163,8 +161,7 @@ Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, 
     if (!stored) return stored.status();
     bases[c] = std::move(stored.value());
     if (bases[c].basis.kind != format.basis[c]) {
-      return Status(StatusCode::kCorrupt,
-                    reader_.path() + ": " + to_string(key) + ": its basis is of another kind");
+      return corrupt_chunk(key, "its basis is of another kind");
     }
     sink.basis[c] = &bases[c].basis;
   }
@@ -177,19 +174,17 @@ Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, 
                                std::min(format.shape.tokens, total - first)};
     Status s = reader_.read(key, &bytes);
     // A page that the row map needs is no question of the caller's.
-    if (s.code() == StatusCode::kNotFound) return Status(StatusCode::kCorrupt, s.message());
+    if (s.code() == StatusCode::kNotFound) return corrupt(s.message());
     if (!s) return s;
     s = decode_page(format, bytes, tokens, sink);
     if (!s) return s.with_context(reader_.path() + ": " + to_string(key));
   }
-  if (reader_.find(key) < 0) return Status::ok();
-  return Status(StatusCode::kCorrupt,
-                reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+  return require_absent(key);
 }
 
 Result<RowPlan> CacheDecoder::read_plan(int32_t seq, int32_t layer, int32_t kv_head) const {
   const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
-  return read_chunk(reader_, key_of(ChunkKind::kRow, seq, layer, kv_head),
+  return read_chunk(key_of(ChunkKind::kRow, seq, layer, kv_head),
                     [tokens](const auto& bytes) { return parse_row(bytes, tokens); });
 }
 
@@ -216,7 +211,7 @@ Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
     const bool paged = reader_.find(key) >= 0;
     if (paged) {
       Result<StoredPageFormat> format =
-          read_chunk(reader_, key, [d](const auto& bytes) { return parse_page_format(bytes, d); });
+          read_chunk(key, [d](const auto& bytes) { return parse_page_format(bytes, d); });
       if (!format) return format.status();
       key.kind = ChunkKind::kPage;
       key.head = kv_head;
@@ -228,8 +223,7 @@ Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
       key.component = static_cast<uint8_t>(c);
       if (paged && reader_.find(key) < 0) continue;
       if (paged) {
-        return Status(StatusCode::kCorrupt,
-                      reader_.path() + ": " + to_string(key) + ": its part is stored as pages");
+        return corrupt_chunk(key, "its part is stored as pages");
       }
       if (Status s =
               decode_segment(key, *plan, c == Component::kKey ? out->k.data() : out->v.data());
@@ -246,18 +240,18 @@ Result<std::vector<int32_t>> CacheDecoder::query_positions(int32_t seq, int32_t 
   const ChunkKey key = key_of(ChunkKind::kQueryPositions, seq, layer, kNotApplicable);
   if (reader_.find(key) < 0) return std::vector<int32_t>();
   const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
-  return read_chunk(reader_, key, [&](const auto& bytes) -> Result<std::vector<int32_t>> {
+  return read_chunk(key, [&](const auto& bytes) -> Result<std::vector<int32_t>> {
     ByteReader r(bytes);
     const uint64_t count = r.u64();
     if (!r.ok() || count == 0 || count != r.left() / 4 || r.left() % 4 != 0) {
-      return Status(StatusCode::kCorrupt, "size disagrees with its fields");
+      return corrupt("size disagrees with its fields");
     }
     std::vector<int32_t> positions(count);
     int32_t previous = -1;
     for (int32_t& p : positions) {
       p = r.i32();
       if (p <= previous || p >= tokens) {
-        return Status(StatusCode::kCorrupt, "positions do not ascend within the sequence");
+        return corrupt("positions do not ascend within the sequence");
       }
       previous = p;
     }
@@ -266,8 +260,7 @@ Result<std::vector<int32_t>> CacheDecoder::query_positions(int32_t seq, int32_t 
 }
 
 Result<std::vector<float>> CacheDecoder::values(const ChunkKey& key, int64_t count) const {
-  return read_chunk(reader_, key,
-                    [count](const auto& bytes) { return parse_values(bytes, count); });
+  return read_chunk(key, [count](const auto& bytes) { return parse_values(bytes, count); });
 }
 
 Result<std::vector<float>> CacheDecoder::queries(int32_t seq, int32_t layer, int32_t q_head,
@@ -298,9 +291,8 @@ Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, Car
     Result<std::vector<float>> values = decoder.significance(seq, layer, h);
     if (!values) return values.status();
     if (h > 0 && values->empty() != out->significance[0].empty()) {
-      return Status(StatusCode::kCorrupt, decoder.container().path() + ": some heads of layer " +
-                                              std::to_string(layer) +
-                                              " have significance and some have not");
+      return corrupt(decoder.container().path() + ": some heads of layer " + std::to_string(layer) +
+                     " have significance and some have not");
     }
     out->significance.push_back(std::move(values.value()));
   }
@@ -324,16 +316,13 @@ Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer
     for (int32_t first = 0; first < layers; first += batch) {
       const int32_t n = std::min(batch, layers - first);
       std::vector<CarriedOver> carried(n);
-      std::vector<Status> status(int64_t{n} * (heads + 1));
-      parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t i) {
+      const Status decoded = try_parallel_for(int64_t{n} * (heads + 1), threads, [&](int64_t i) {
         const auto l = static_cast<int32_t>(i / (heads + 1)),
                    h = static_cast<int32_t>(i % (heads + 1));
-        status[i] = h < heads ? decoder.decode_row(seq, first + l, h, &rows[int64_t{l} * heads + h])
-                              : read_carried(decoder, seq, first + l, &carried[l]);
+        return h < heads ? decoder.decode_row(seq, first + l, h, &rows[int64_t{l} * heads + h])
+                         : read_carried(decoder, seq, first + l, &carried[l]);
       });
-      for (const Status& s : status) {
-        if (!s) return s;
-      }
+      if (!decoded) return decoded;
       for (int32_t l = 0; l < n; ++l) {
         if (Status s = visit(seq, first + l, rows.data() + int64_t{l} * heads, carried[l]); !s)
           return s;
@@ -347,15 +336,10 @@ Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer
 
 Status verify_chunks(const ContainerReader& container, int32_t threads) {
   const auto chunks = static_cast<int64_t>(container.chunks().size());
-  std::vector<Status> status(chunks);
-  parallel_for(chunks, threads, [&](int64_t i) {
+  return try_parallel_for(chunks, threads, [&](int64_t i) {
     std::vector<uint8_t> payload;
-    status[i] = container.read(i, &payload);
+    return container.read(i, &payload);
   });
-  for (const Status& s : status) {
-    if (!s) return s;
-  }
-  return Status::ok();
 }
 
 Status verify(const CacheDecoder& decoder, int32_t threads,

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "codec/file/container_chunks.h"
@@ -42,10 +43,28 @@ class CacheDecoder {
 
  private:
   explicit CacheDecoder(ContainerReader reader) : reader_(std::move(reader)) {}
+  Status corrupt_chunk(const ChunkKey& key, const std::string& what) const {
+    return Status(StatusCode::kCorrupt, reader_.path() + ": " + to_string(key) + ": " + what);
+  }
+  Status require_absent(const ChunkKey& key) const;
+  // Gives a chunk to parse(bytes); failures name file and chunk.
+  template <class Parse>
+  auto read_chunk(const ChunkKey& key, const Parse& parse) const
+      -> decltype(parse(std::vector<uint8_t>{})) {
+    std::vector<uint8_t> bytes;
+    if (Status s = reader_.read(key, &bytes); !s) {
+      // A chunk that another one needs is no question of the caller's.
+      return s.code() == StatusCode::kNotFound ? Status(StatusCode::kCorrupt, s.message()) : s;
+    }
+    auto result = parse(bytes);
+    if (!result) return result.status().with_context(reader_.path() + ": " + to_string(key));
+    return result;
+  }
   Status load();
   Result<RowPlan> read_plan(int32_t seq, int32_t layer, int32_t kv_head) const;
   Status load_ropes();
   Result<WeightedRow> read_weighted_row(ChunkKey key) const;
+  Result<Codebook> read_codebook(ChunkKey key) const;
   Result<BookFamily> read_family(ChunkKey key) const;
   Result<StoredBasis> read_basis(ChunkKey key) const;
   Status decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens, float* out) const;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "codec/file/cache_decoder.h"
-#include "codec/file/read_chunk.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 
@@ -28,7 +28,7 @@ Status CacheDecoder::load_ropes() {
     Result<RopeTable> table =
         make_rope_table(*rope, model_.layout.head_dim, static_cast<int64_t>(tokens));
     if (!table) {
-      return Status(StatusCode::kCorrupt, reader_.path() + ": " + table.status().message());
+      return corrupt(reader_.path() + ": " + table.status().message());
     }
     rope_[l] = std::make_shared<const RopeTable>(std::move(*table));
   }
@@ -44,29 +44,32 @@ Result<WeightedRow> CacheDecoder::read_weighted_row(ChunkKey key) const {
   if (reader_.find(key) < 0) key.sequence = kNotApplicable;
   const int32_t d = model_.layout.head_dim;
   Result<WeightedRow> row =
-      read_chunk(reader_, key, [d](const auto& bytes) { return parse_weighted_row(bytes, d); });
+      read_chunk(key, [d](const auto& bytes) { return parse_weighted_row(bytes, d); });
   if (row && !rope_.empty()) row->rope = rope_[layer].get();
   return row;
 }
 
-// The books of a (layer, component, part), one chunk each.
+// A book of the (layer, component, part) that `key` names.
+Result<Codebook> CacheDecoder::read_codebook(ChunkKey key) const {
+  key.kind = ChunkKind::kCodebook;
+  key.head = kNotApplicable;
+  return read_chunk(key, [](const auto& bytes) {
+    return parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
+  });
+}
+
 Result<BookFamily> CacheDecoder::read_family(ChunkKey key) const {
   key.kind = ChunkKind::kCodebook;
   key.head = kNotApplicable;
   BookFamily family;
   for (key.page = 0; key.page < kMaxFamilyBooks; ++key.page) {
     if (key.page > 0 && reader_.find(key) < 0) break;
-    Result<Codebook> book = read_chunk(reader_, key, [](const auto& bytes) {
-      return parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
-    });
+    Result<Codebook> book = read_codebook(key);
     if (!book) return book.status();
     family.books.push_back(std::move(*book));
   }
   key.page = 0;
-  if (Status s = family.validate(); !s) {
-    return Status(StatusCode::kCorrupt,
-                  reader_.path() + ": " + to_string(key) + ": " + s.message());
-  }
+  if (Status s = family.validate(); !s) return corrupt_chunk(key, s.message());
   return family;
 }
 

@@ -34,26 +34,10 @@ class File {
   bool ok() const { return descriptor_ >= 0; }
   int descriptor() const { return descriptor_; }
   bool write(const uint8_t* bytes, size_t size, int64_t offset) {
-    while (size > 0) {
-      const ssize_t n = ::pwrite(descriptor_, bytes, size, offset);
-      if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) return false;
-      bytes += n;
-      offset += n;
-      size -= static_cast<size_t>(n);
-    }
-    return true;
+    return move_all(::pwrite, bytes, size, offset);
   }
   bool read(uint8_t* bytes, size_t size, int64_t offset) const {
-    while (size > 0) {
-      const ssize_t n = ::pread(descriptor_, bytes, size, offset);
-      if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) return false;
-      bytes += n;
-      offset += n;
-      size -= static_cast<size_t>(n);
-    }
-    return true;
+    return move_all(::pread, bytes, size, offset);
   }
   bool close() {
     if (descriptor_ < 0) return true;
@@ -63,6 +47,20 @@ class File {
   }
 
  private:
+  // By pread() or pwrite(), which may move fewer bytes than they are asked for.
+  template <class Move, class Byte>
+  bool move_all(Move move, Byte* bytes, size_t size, int64_t offset) const {
+    while (size > 0) {
+      const ssize_t n = move(descriptor_, bytes, size, offset);
+      if (n < 0 && errno == EINTR) continue;
+      if (n <= 0) return false;
+      bytes += n;
+      offset += n;
+      size -= static_cast<size_t>(n);
+    }
+    return true;
+  }
+
   int descriptor_;
 };
 

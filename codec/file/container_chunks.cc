@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 #include "codec/host/convert.h"
 
 namespace tierkv {
@@ -12,10 +13,6 @@ namespace {
 
 constexpr int32_t kMaxUnitTokens = 1 << 20;
 constexpr int64_t kMaxTokens = int64_t{1} << 40;  // tokens * kMaxHeadDim * 16 bits stays below 2^63
-
-Status corrupt(const std::string& what) {
-  return Status(StatusCode::kCorrupt, what);
-}
 
 // Tokens per group of parameters and how many groups a segment has, in stored order.
 struct Groups {

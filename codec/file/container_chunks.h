@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "codec/file/segment.h"
-#include "codec/format/basis.h"
+#include "tierkv/basis.h"
 #include "tierkv/container.h"
 
 namespace tierkv {

@@ -8,16 +8,13 @@
 #include <cstring>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 namespace {
 
 constexpr int64_t kHashedHeaderBytes = 56;
 constexpr uint16_t kOptionalFlag = 1;
-
-Status corrupt(const std::string& what) {
-  return Status(StatusCode::kCorrupt, what);
-}
 
 Status unknown_version(uint16_t major) {
   return Status(
@@ -67,7 +64,7 @@ void store_container_header(const ContainerHeader& header, uint8_t out[kContaine
 Status load_container_header(const uint8_t* bytes, size_t size, uint64_t file_size,
                              bool verify_checksums, ContainerHeader* out) {
   if (size < kMagicBytes || std::memcmp(bytes, kContainerMagic, kMagicBytes) != 0) {
-    return Status(StatusCode::kInvalidArgument, "not a .tkv container (the magic number differs)");
+    return invalid("not a .tkv container (the magic number differs)");
   }
   if (size < kContainerHeaderBytes) {
     return corrupt("header: cut short, " + std::to_string(size) + " of 64 bytes");
@@ -163,9 +160,9 @@ Status load_index(const std::vector<uint8_t>& bytes, const ContainerHeader& head
     if (is_known(c.key.kind)) {
       keys.push_back(c.key);
     } else if (!c.optional) {
-      return Status(StatusCode::kUnsupported, where + to_string(c.key) +
-                                                  " is needed to read the file and not known to "
-                                                  "this build");
+      return unsupported(where + to_string(c.key) +
+                         " is needed to read the file and not known to "
+                         "this build");
     }
     out->push_back(c);
   }

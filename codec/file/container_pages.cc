@@ -5,15 +5,12 @@
 #include <cmath>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 namespace {
 
 constexpr int32_t kMaxPageTokens = kMaxPageBytes / kTileTokens;  // keeps layouts within int32_t
-
-Status corrupt(const std::string& what) {
-  return Status(StatusCode::kCorrupt, what);
-}
 
 int32_t round_up_to_tiles(int32_t tokens) {
   return (tokens + kTileTokens - 1) / kTileTokens * kTileTokens;
@@ -84,7 +81,7 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
   f.shape.k_groups = groups[0];
   f.shape.v_groups = groups[1];
   const bool sized = f.shape.tokens > 0 && f.shape.tokens <= kMaxPageTokens;
-  if (!sized || !has_page_layout(head_dim) || !is_page_layout(page_layout(f.shape))) {
+  if (!sized || !is_known_head_dim(head_dim) || !is_page_layout(page_layout(f.shape))) {
     return corrupt("no page has this shape");
   }
   return f;

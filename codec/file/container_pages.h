@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/format/basis.h"
 #include "codec/host/page_codec.h"
+#include "tierkv/basis.h"
 
 namespace tierkv {
 

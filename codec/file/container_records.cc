@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chunks kModel and kSequence of a container.
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 #include "tierkv/container.h"
 
 namespace tierkv {
@@ -34,25 +35,26 @@ std::vector<uint8_t> serialize_model(const ContainerModel& model) {
 
 namespace {
 
+Status bad_model(const std::string& what) {
+  return corrupt("model: " + what);
+}
+
 // Layers share pairing and rotary dims.
 Status read_ropes(ByteReader& r, const CacheLayout& layout, std::vector<Rope>* out) {
-  const auto corrupt = [](const std::string& what) {
-    return Status(StatusCode::kCorrupt, "model: " + what);
-  };
   const uint64_t count = r.u32();
   const int32_t pairing = r.i32(), dims = r.i32();
   if (!r.ok() || (count > 1 && count != static_cast<uint64_t>(layout.num_layers))) {
-    return corrupt("rope: not of one or of all layers");
+    return bad_model("rope: not of one or of all layers");
   }
-  if (count == 0 && (pairing != 0 || dims != 0)) return corrupt("rope: fields of no rotation");
+  if (count == 0 && (pairing != 0 || dims != 0)) return bad_model("rope: fields of no rotation");
   if (dims < 0 || dims > layout.head_dim || r.left() != count * static_cast<uint64_t>(dims / 2) * 4)
-    return corrupt("size disagrees with its fields");
+    return bad_model("size disagrees with its fields");
   for (uint64_t i = 0; i < count; ++i) {
     Rope rope;
     rope.pairing = static_cast<RopePairing>(pairing);
     rope.rotary_dims = dims;
     for (int32_t p = 0; p < dims / 2; ++p) rope.inv_freq.push_back(r.f32());
-    if (Status s = rope.validate(layout.head_dim); !s) return corrupt(s.message());
+    if (Status s = rope.validate(layout.head_dim); !s) return bad_model(s.message());
     out->push_back(std::move(rope));
   }
   return Status::ok();
@@ -75,16 +77,13 @@ Result<ContainerModel> parse_model(const std::vector<uint8_t>& bytes) {
   model.preset = r.text();
   model.model_id = r.text();
   model.created_by = r.text();
-  const auto corrupt = [](const std::string& what) {
-    return Status(StatusCode::kCorrupt, "model: " + what);
-  };
-  if (!r.ok()) return corrupt("size disagrees with its fields");
-  if (dtype < 0 || dtype > 2) return corrupt("unknown dtype " + std::to_string(dtype));
-  if (rope != 0 && rope != 1) return corrupt("rope_applied is neither 0 nor 1");
-  if (model.num_sequences < 1) return corrupt("has no sequences");
+  if (!r.ok()) return bad_model("size disagrees with its fields");
+  if (dtype < 0 || dtype > 2) return bad_model("unknown dtype " + std::to_string(dtype));
+  if (rope != 0 && rope != 1) return bad_model("rope_applied is neither 0 nor 1");
+  if (model.num_sequences < 1) return bad_model("has no sequences");
   l.dtype = static_cast<DType>(dtype);
   l.rope_applied = rope == 1;
-  if (Status s = l.validate(); !s) return corrupt(s.message());
+  if (Status s = l.validate(); !s) return bad_model(s.message());
   if (Status s = read_ropes(r, l, &model.rope); !s) return s;
   return model;
 }
@@ -105,14 +104,11 @@ Result<ContainerSequence> parse_sequence(const std::vector<uint8_t>& bytes) {
   sequence.id = r.text();
   sequence.kind = r.text();
   const uint64_t count = r.u64();
-  const auto corrupt = [](const std::string& what) {
-    return Status(StatusCode::kCorrupt, "sequence: " + what);
-  };
   if (!r.ok() || count != r.left() / 4 || r.left() % 4 != 0 || count == 0) {
-    return corrupt("size disagrees with its fields");
+    return corrupt("sequence: size disagrees with its fields");
   }
   if (sequence.id.empty() || sequence.id.find('/') != std::string::npos) {
-    return corrupt("bad id '" + sequence.id + "'");
+    return corrupt("sequence: bad id '" + sequence.id + "'");
   }
   for (uint64_t i = 0; i < count; ++i) sequence.tokens.push_back(r.i32());
   return sequence;

@@ -4,13 +4,10 @@
 #include <string>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 namespace {
-
-Status corrupt(const std::string& what) {
-  return Status(StatusCode::kCorrupt, what);
-}
 
 bool token_in(const RowPlan& plan, Component c, Part part, int64_t token) {
   switch (part) {

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "tierkv/format.h"
-#include "tierkv/page.h"
 #include "tierkv/policy.h"
 #include "tierkv/status.h"
 

@@ -9,11 +9,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/format/basis.h"
 #include "codec/format/coded_block.h"
 #include "codec/format/quantize.h"
 #include "codec/host/coded/weighted_block.h"
 #include "codec/host/coded/weighted_rows.h"
+#include "tierkv/basis.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 

@@ -18,14 +18,11 @@
 
 #include "codec/format/page_layout.h"
 #include "codec/format/rotation.h"
+#include "tierkv/engine.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
 
-struct CUstream_st;
-
 namespace tierkv {
-
-using GpuStream = CUstream_st*;  // a cudaStream_t
 
 struct BlockCache {
   uint8_t* base = nullptr;   // of block 0; aligned to kPageAlignment
@@ -57,51 +54,20 @@ struct BlockCache {
 Status key_reflections(const Rotation& rotation, const float* key_mean, int32_t num_kv_heads,
                        int32_t head_dim, float* out);
 
-// What an error array counts, in its order.
-enum class BlockError : int32_t {
-  kStraySlots,        // tokens whose slot is outside the cache
-  kNonFiniteTokens,   // (token, kv_head) pairs with NaN or infinity
-  kOutOfRangeTokens,  // (token, kv_head) pairs beyond what fp16 scale and zero point hold
-  kStrayBlocks,       // reads of blocks outside the cache, which give zeros
-};
-inline constexpr int32_t kBlockErrors = 4;
-
-// Elements from a token, and from a kv_head, to the next; channels are neighbours.
-struct TokenStrides {
-  int64_t token = 0;
-  int64_t head = 0;
-};
-
-struct SlotEncode {
+// Tokens into their slots. Here strides of 0 do not stand for a dense array.
+struct SlotEncode : EngineTokens {
   BlockCache cache;
-  const void* k = nullptr;  // fp16 or bf16 [count, num_kv_heads, head_dim] by the strides
-  const void* v = nullptr;
-  TokenStrides k_strides, v_strides;
-  DType dtype = DType::kFloat16;
-  const int64_t* slots = nullptr;  // [count]
-  int64_t count = 0;
-  int32_t* errors = nullptr;  // [kBlockErrors], added to; null: not counted
+  DType dtype = DType::kFloat16;  // of k and v: fp16 or bf16
 
   Status validate() const;
 };
 
 // Ranges of sequences back to keys and values: range i is the tokens first[i] .. of sequence
-// sequences[i], to the rows starts[i] .. starts[i + 1] - 1 of k and v.
-struct BlockDecode {
+// sequences[i], to the rows starts[i] .. starts[i + 1] - 1 of k and v. Blocks that are not there
+// give zeros.
+struct BlockDecode : EngineRanges {
   BlockCache cache;
-  const int32_t* block_table = nullptr;  // [sequences, table_stride]
-  int64_t table_stride = 0;
-  int32_t num_sequences = 0;           // of the table
-  const int32_t* sequences = nullptr;  // [count]; null: 0, 1, 2, ...
-  const int32_t* first = nullptr;      // [count]; null: all 0
-  const int32_t* starts = nullptr;     // [count + 1], ascending from 0 to at most num_rows
-  int32_t count = 0;
-  int32_t max_tokens = 0;  // of the longest range; what a range has beyond it is left out
-  int64_t num_rows = 0;    // of k and v
-  void* k = nullptr;       // fp16 or bf16 [num_rows, num_kv_heads, head_dim], dense; may be null
-  void* v = nullptr;       // likewise
-  DType dtype = DType::kFloat16;
-  int32_t* errors = nullptr;
+  DType dtype = DType::kFloat16;  // of k and v: fp16 or bf16
 
   Status validate() const;
 };

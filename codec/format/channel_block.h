@@ -26,11 +26,7 @@
 #include "tierkv/format.h"
 #include "tierkv/status.h"
 
-struct CUstream_st;
-
 namespace tierkv {
-
-using GpuStream = CUstream_st*;  // a cudaStream_t
 
 inline constexpr int32_t kMaxChannelTokens = 128;
 
@@ -91,15 +87,14 @@ TKV_HD float channel_value(const ChannelLayout& l, const uint8_t* block, Compone
   const TileLayout& tile = l.tile(component);
   const CodePosition at = code_position(tile, component, token % kTileTokens, dim);
   const bool key = component == Component::kKey;
-  uint32_t word;
-  memcpy(&word, block + l.codes(component) + token / kTileTokens * tile.bytes() + at.byte, 4);
+  const uint8_t* codes = block + l.codes(component) + token / kTileTokens * tile.bytes();
   const uint8_t* params =
       block + (key ? l.k_metadata + channel_scale_byte(dim) : l.value_metadata_byte(token));
   const int32_t apart = key ? channel_zero_point_byte(dim) - channel_scale_byte(dim) : 2;
   uint16_t scale, zero_point;
   memcpy(&scale, params, 2);
   memcpy(&zero_point, params + apart, 2);
-  return dequantize(static_cast<int32_t>(word >> at.bit & ((1u << tile.type.bits()) - 1)),
+  return dequantize(static_cast<int32_t>(load_code(codes, at, tile.type.bits())),
                     half_to_float(scale), half_to_float(zero_point));
 }
 

@@ -26,8 +26,10 @@ inline constexpr int32_t slice_count(int32_t head_dim) {
   return (head_dim + kSliceDims - 1) / kSliceDims;
 }
 
-// codes: [tokens, head_dim], 1 <= tokens <= kBlockTokens, 1 <= head_dim <= kMaxHeadDim. Appends a
-// multiple of 16 bytes.
+// kInvalidArgument unless 1 <= tokens <= kBlockTokens and 1 <= head_dim <= kMaxHeadDim.
+Status check_block_shape(int32_t tokens, int32_t head_dim);
+
+// codes: [tokens, head_dim]. Appends a multiple of 16 bytes.
 Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
                     const Codebook& codebook, std::vector<uint8_t>* out);
 

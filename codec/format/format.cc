@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "codec/format/errors.h"
 #include "tierkv/layout.h"
 #include "tierkv/policy.h"
 #include "tierkv/status.h"
@@ -56,10 +57,6 @@ const char* dtype_name(DType t) {
 }
 
 namespace {
-
-Status invalid(std::string message) {
-  return Status(StatusCode::kInvalidArgument, std::move(message));
-}
 
 bool has_width(CodeType type) {
   const int32_t bits = type.bits();

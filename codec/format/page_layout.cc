@@ -5,15 +5,10 @@
 #include <set>
 #include <string>
 
+#include "codec/format/errors.h"
+
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-Status unsupported(std::string why) {
-  return Status(StatusCode::kUnsupported, std::move(why));
-}
 
 int32_t round_up(int32_t n, int32_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -83,7 +78,7 @@ Status PageSizing::validate() const {
 bool is_page_layout(const PageLayout& p) {
   const PageShape s{p.k_tile.head_dim, p.k_tile.type, p.v_tile.type,  p.k_groups,
                     p.v_groups,        p.tokens,      p.has_records()};
-  if (!has_page_layout(s.head_dim) || p.v_tile.head_dim != s.head_dim) return false;
+  if (!is_known_head_dim(s.head_dim) || p.v_tile.head_dim != s.head_dim) return false;
   if (!is_component_shape(s.k_type, s.k_groups, s.head_dim)) return false;
   if (!is_component_shape(s.v_type, s.v_groups, s.head_dim)) return false;
   if (s.tokens < kTileTokens || s.tokens % kTileTokens != 0) return false;
@@ -95,7 +90,7 @@ bool is_page_layout(const PageLayout& p) {
 }
 
 Result<PageShape> page_shape(const TierFormat& format, int32_t head_dim) {
-  if (!has_page_layout(head_dim)) {
+  if (!is_known_head_dim(head_dim)) {
     return unsupported("pages need head_dim 64, 96, 128 or 256, not " + std::to_string(head_dim));
   }
   const Result<int32_t> k = page_groups(format.k, head_dim);

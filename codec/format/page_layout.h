@@ -15,7 +15,9 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
+#include "codec/format/head_dim.h"
 #include "tierkv/format.h"
 #include "tierkv/half.h"
 #include "tierkv/page.h"
@@ -109,6 +111,19 @@ TKV_HD constexpr CodePosition code_position(TileLayout tile, Component component
   return {lane_word_byte(tile.words_per_lane(), word, lane), bit};
 }
 
+// The code at a position of a tile.
+TKV_HD uint32_t load_code(const uint8_t* tile, CodePosition at, int32_t bits) {
+  uint32_t word;
+  memcpy(&word, tile + at.byte, sizeof(word));
+  return word >> at.bit & ((1u << bits) - 1u);
+}
+TKV_HD void store_code(uint8_t* tile, CodePosition at, int32_t bits, uint32_t code) {
+  uint32_t word;
+  memcpy(&word, tile + at.byte, sizeof(word));
+  word = (word & ~(((1u << bits) - 1u) << at.bit)) | code << at.bit;
+  memcpy(tile + at.byte, &word, sizeof(word));
+}
+
 // Bytes of a tile's metadata: one block per sub-group of head_dim / groups consecutive dims.
 TKV_HD constexpr int32_t tile_metadata_bytes(int32_t groups) {
   return groups * kMetadataBlockBytes;
@@ -190,10 +205,6 @@ TKV_HD constexpr PageLayout page_layout(PageShape s) {
   p.positions = p.scores + record_bytes;
   p.used_bytes = p.positions + record_bytes;
   return p;
-}
-
-constexpr bool has_page_layout(int32_t head_dim) {
-  return head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256;
 }
 
 // True for a layout that page_layout() makes of a shape that page_shape() admits and at least one

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "codec/format/quantize.h"
 #include "tierkv/half.h"
@@ -23,7 +24,10 @@ struct Rotation {
   }
 };
 
-// The library's signs; head_dim is one that pages have.
+// +1 or -1 per channel: bit 63 of the i-th output of splitmix64 with the library's fixed seed; set
+// means -1.
+std::vector<float> hadamard_signs(int32_t head_dim);
+// The same; head_dim is one that pages have.
 Rotation hadamard_rotation(int32_t head_dim);
 
 // The power of two of the descending cut of head_dim that channel d lies in: 96 is 64 and 32.

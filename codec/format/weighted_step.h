@@ -16,7 +16,6 @@
 // both by thresholds, so that no logarithm is computed. A value token of zeros has e = -128.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "codec/format/quantize.h"

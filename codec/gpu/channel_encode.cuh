@@ -6,6 +6,7 @@
 
 #include "codec/format/channel_block.h"
 #include "codec/format/fragment_codes.h"
+#include "codec/format/head_dim.h"
 #include "codec/format/sound_halves.h"
 #include "gpu/warp.cuh"
 
@@ -181,16 +182,7 @@ struct ChannelEncoder {
 // Calls take(ChannelEncoder) with that of the layout.
 template <class Take>
 void with_channel_encoder(const ChannelLayout& l, Take&& take) {
-  switch (l.head_dim()) {
-    case 64:
-      return take(ChannelEncoder<64>());
-    case 96:
-      return take(ChannelEncoder<96>());
-    case 128:
-      return take(ChannelEncoder<128>());
-    default:
-      return take(ChannelEncoder<256>());
-  }
+  with_head_dim(l.head_dim(), [&](auto dim) { take(ChannelEncoder<dim>()); });
 }
 
 }  // namespace tierkv

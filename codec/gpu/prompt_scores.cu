@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "codec/format/head_dim.h"
 #include "codec/gpu/score_mma.cuh"
 #include "codec/gpu/score_wgmma.cuh"
 #include "gpu/cuda_device.cuh"
@@ -81,16 +82,8 @@ Status launch(const ScoreTask& task, bool is_lse, GpuStream stream) {
 
 template <DType kDtype>
 Status launch_head_dim(const ScoreTask& task, bool is_lse, GpuStream stream) {
-  switch (task.p.head_dim) {
-    case 64:
-      return launch<64, kDtype>(task, is_lse, stream);
-    case 96:
-      return launch<96, kDtype>(task, is_lse, stream);
-    case 128:
-      return launch<128, kDtype>(task, is_lse, stream);
-    default:
-      return launch<256, kDtype>(task, is_lse, stream);
-  }
+  return with_head_dim(task.p.head_dim,
+                       [&](auto dim) { return launch<dim, kDtype>(task, is_lse, stream); });
 }
 
 Status run(const ScoreTask& task, bool is_lse, GpuStream stream) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "codec/format/basis.h"
+#include "tierkv/basis.h"
 
 #include <cmath>
 #include <utility>
 
+#include "codec/format/rotation.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
@@ -105,10 +106,7 @@ void Basis::apply(float* x, int64_t tokens) const {
   for (int64_t t = 0; t < tokens; ++t, x += head_dim) {
     for (size_t d = 0; d < mean.size(); ++d) x[d] -= mean[d];
     if (kind == BasisKind::kMatrix) multiply(forward, head_dim, x, &scratch);
-    if (kind == BasisKind::kHadamard) {
-      for (int32_t d = 0; d < head_dim; ++d) x[d] *= signs[d];
-      hadamard_parts(x, head_dim);
-    }
+    if (kind == BasisKind::kHadamard) apply_to_queries(x, 1);
   }
 }
 

@@ -5,13 +5,12 @@
 #include <cmath>
 #include <numeric>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "codec/format/basis.h"
 #include "codec/format/element.h"
 #include "codec/host/page_codec.h"
 #include "codec/host/page_codec_checks.h"
+#include "tierkv/basis.h"
 
 namespace tierkv {
 namespace {
@@ -22,7 +21,7 @@ HostPage page_of(const BlockCache& c, int64_t block, int32_t kv_head) {
   return {c.page(block, kv_head), c.layout, c.raw_dtype, {c.rule[0], c.rule[1]}};
 }
 
-void count_error(int32_t* errors, BlockError error) {
+void count_error(int32_t* errors, EngineError error) {
   if (errors != nullptr) ++errors[static_cast<int32_t>(error)];
 }
 
@@ -71,7 +70,7 @@ void write_token(const SlotEncode& e, int64_t token, int32_t kv_head) {
   StatusCode worst = StatusCode::kOk;
   for (const Component part : kComponents) {
     const bool is_key = part == Component::kKey;
-    const TokenStrides& strides = is_key ? e.k_strides : e.v_strides;
+    const EngineStrides& strides = is_key ? e.k_strides : e.v_strides;
     float x[kMaxPageHeadDim];
     for (int32_t d = 0; d < c.layout.head_dim(); ++d) {
       x[d] = load_element(is_key ? e.k : e.v, e.dtype,
@@ -82,8 +81,8 @@ void write_token(const SlotEncode& e, int64_t token, int32_t kv_head) {
     worst = std::max(worst, quantize_side(page, part, x, &codes.of(part)));
   }
   if (worst == StatusCode::kOk) return store_token(page, in_page, codes);
-  count_error(e.errors, worst == StatusCode::kNonFinite ? BlockError::kNonFiniteTokens
-                                                        : BlockError::kOutOfRangeTokens);
+  count_error(e.errors, worst == StatusCode::kNonFinite ? EngineError::kNonFiniteTokens
+                                                        : EngineError::kOutOfRangeTokens);
   clear_slot(page, in_page);
 }
 
@@ -126,28 +125,28 @@ Status key_reflections(const Rotation& rotation, const float* key_mean, int32_t 
 
 Status BlockCache::validate() const {
   if (base == nullptr || reinterpret_cast<uintptr_t>(base) % kPageAlignment != 0) {
-    return invalid_argument("cache is null or not aligned to 128 bytes");
+    return invalid("cache is null or not aligned to 128 bytes");
   }
   if (!is_page_layout(layout) || layout.has_records() || layout.k_groups > 1 ||
       layout.v_groups > 1) {
-    return invalid_argument("layout is not one of an engine's pages");
+    return invalid("layout is not one of an engine's pages");
   }
-  if (num_blocks < 1) return invalid_argument("num_blocks must be positive");
+  if (num_blocks < 1) return invalid("num_blocks must be positive");
   if (num_kv_heads < 1 || num_kv_heads > 1 << 16) {
-    return invalid_argument("num_kv_heads must be 1 to 65536");
+    return invalid("num_kv_heads must be 1 to 65536");
   }
   if (page_bytes < layout.used_bytes || page_bytes % kPageAlignment != 0) {
-    return invalid_argument("page_bytes is below a page or no multiple of 128");
+    return invalid("page_bytes is below a page or no multiple of 128");
   }
   if (block_stride < int64_t{num_kv_heads} * page_bytes || block_stride % kPageAlignment != 0) {
-    return invalid_argument("block_stride is below a block or no multiple of 128");
+    return invalid("block_stride is below a block or no multiple of 128");
   }
-  if (num_blocks > INT64_MAX / block_stride) return invalid_argument("num_blocks is out of range");
-  if (!is_raw_dtype(raw_dtype)) return invalid_argument("raw_dtype must be float16 or bfloat16");
+  if (num_blocks > INT64_MAX / block_stride) return invalid("num_blocks is out of range");
+  if (!is_raw_dtype(raw_dtype)) return invalid("raw_dtype must be float16 or bfloat16");
   for (const Component c : kComponents) {
     const StepRule r = rule[static_cast<int>(c)];
     if (r == StepRule::kNorm ? layout.tile(c).type != kCodes2 : r != StepRule::kMinMax) {
-      return invalid_argument("rule is none that pages of these bits have");
+      return invalid("rule is none that pages of these bits have");
     }
   }
   return Status::ok();
@@ -155,33 +154,33 @@ Status BlockCache::validate() const {
 
 Status SlotEncode::validate() const {
   if (Status s = cache.validate(); !s) return s;
-  if (!is_raw_dtype(dtype)) return invalid_argument("dtype must be float16 or bfloat16");
+  if (!is_raw_dtype(dtype)) return invalid("dtype must be float16 or bfloat16");
   if (count < 0 || count > INT32_MAX / cache.num_kv_heads) {
-    return invalid_argument("count of tokens is out of range");
+    return invalid("count of tokens is out of range");
   }
   if (count > 0 && (k == nullptr || v == nullptr || slots == nullptr)) {
-    return invalid_argument("keys, values or slots are null");
+    return invalid("keys, values or slots are null");
   }
   return Status::ok();
 }
 
 Status BlockDecode::validate() const {
   if (Status s = cache.validate(); !s) return s;
-  if (!is_raw_dtype(dtype)) return invalid_argument("dtype must be float16 or bfloat16");
-  if (count < 0 || max_tokens < 0 || num_rows < 0) return invalid_argument("a count is negative");
+  if (!is_raw_dtype(dtype)) return invalid("dtype must be float16 or bfloat16");
+  if (count < 0 || max_tokens < 0 || num_rows < 0) return invalid("a count is negative");
   if (count == 0 || max_tokens == 0) return Status::ok();
   if (int64_t{count} * max_tokens > INT32_MAX / cache.num_kv_heads) {
-    return invalid_argument("count times max_tokens is out of range");
+    return invalid("count times max_tokens is out of range");
   }
   if (block_table == nullptr || starts == nullptr) {
-    return invalid_argument("block_table or starts is null");
+    return invalid("block_table or starts is null");
   }
   if (num_sequences < 1 || table_stride < 1) {
-    return invalid_argument("the block table has no sequences or no columns");
+    return invalid("the block table has no sequences or no columns");
   }
   for (const void* p : {k, v}) {
     if (reinterpret_cast<uintptr_t>(p) % 16 != 0) {
-      return invalid_argument("keys or values are not aligned to 16 bytes");
+      return invalid("keys or values are not aligned to 16 bytes");
     }
   }
   return Status::ok();
@@ -193,7 +192,7 @@ Status encode_slots_host(const SlotEncode& e) {
   const int64_t end = c.num_blocks * c.layout.tokens;
   for (int64_t i = 0; i < e.count; ++i) {
     const int64_t slot = e.slots[i];
-    if (slot < -1 || slot >= end) count_error(e.errors, BlockError::kStraySlots);
+    if (slot < -1 || slot >= end) count_error(e.errors, EngineError::kStraySlots);
     if (slot < 0 || slot >= end || slot % kTileTokens != 0) continue;
     for (int32_t h = 0; h < c.num_kv_heads; ++h) {
       clear_tile(page_of(c, slot / c.layout.tokens, h),
@@ -225,7 +224,7 @@ Status decode_blocks_host(const BlockDecode& d) {
       for (int32_t h = 0; h < c.num_kv_heads; ++h) {
         TokenCodes codes;
         if (is_stray) {
-          count_error(d.errors, BlockError::kStrayBlocks);
+          count_error(d.errors, EngineError::kStrayBlocks);
         } else {
           load_token(page_of(c, block, h), static_cast<int32_t>(token % c.layout.tokens), &codes);
         }

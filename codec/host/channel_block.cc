@@ -1,31 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "codec/format/channel_block.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
-#include <utility>
 #include <vector>
+
+#include "codec/format/errors.h"
+#include "codec/format/head_dim.h"
 
 namespace tierkv {
 namespace {
-
-Status unsupported(std::string why) {
-  return Status(StatusCode::kUnsupported, std::move(why));
-}
 
 void put_half(uint8_t* p, uint16_t x) {
   std::memcpy(p, &x, 2);
 }
 
-// The 32-bit word of a code in a tile; codes of other tokens stay.
-void put_code(uint8_t* tile, const CodePosition& at, int32_t bits, uint32_t code) {
-  uint32_t word;
-  std::memcpy(&word, tile + at.byte, 4);
-  const uint32_t mask = ((1u << bits) - 1) << at.bit;
-  word = (word & ~mask) | code << at.bit;
-  std::memcpy(tile + at.byte, &word, 4);
-}
 Status check_keys(const ComponentFormat& k) {
   if (k.unit != Unit::kChannel) return unsupported("unit is not channel");
   if (k.group != 64 && k.group != kMaxChannelTokens) {
@@ -55,9 +44,9 @@ void encode_keys(const ChannelLayout& l, const float* x, uint8_t* block) {
     put_half(block + l.k_metadata + channel_scale_byte(d), params.scale);
     put_half(block + l.k_metadata + channel_zero_point_byte(d), params.zero_point);
     for (int32_t t = 0; t < l.tokens; ++t) {
-      put_code(block + l.k_codes + t / kTileTokens * l.k_tile.bytes(),
-               code_position(l.k_tile, Component::kKey, t % kTileTokens, d), bits,
-               codes[t * dim + d]);
+      store_code(block + l.k_codes + t / kTileTokens * l.k_tile.bytes(),
+                 code_position(l.k_tile, Component::kKey, t % kTileTokens, d), bits,
+                 codes[t * dim + d]);
     }
   }
 }
@@ -71,8 +60,8 @@ void encode_values(const ChannelLayout& l, const float* x, uint8_t* block) {
     put_half(block + l.value_metadata_byte(t), params.scale);
     put_half(block + l.value_metadata_byte(t) + 2, params.zero_point);
     for (int32_t d = 0; d < dim; ++d) {
-      put_code(block + l.v_codes + t / kTileTokens * l.v_tile.bytes(),
-               code_position(l.v_tile, Component::kValue, t % kTileTokens, d), bits, codes[d]);
+      store_code(block + l.v_codes + t / kTileTokens * l.v_tile.bytes(),
+                 code_position(l.v_tile, Component::kValue, t % kTileTokens, d), bits, codes[d]);
     }
   }
 }
@@ -80,7 +69,7 @@ void encode_values(const ChannelLayout& l, const float* x, uint8_t* block) {
 }  // namespace
 
 Result<ChannelLayout> make_channel_layout(const TierFormat& format, int32_t head_dim) {
-  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
+  if (!is_known_head_dim(head_dim)) {
     return unsupported("channel blocks of head_dim " + std::to_string(head_dim) +
                        ": 64, 96, 128 or 256");
   }

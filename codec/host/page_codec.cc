@@ -2,7 +2,6 @@
 #include "codec/host/page_codec.h"
 
 #include <bit>
-#include <cmath>
 #include <cstring>
 
 #include "codec/format/element.h"
@@ -14,22 +13,6 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "pages are little-endian words");
 
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
-
-uint32_t code_mask(int32_t bits) {
-  return (uint32_t{1} << bits) - 1;
-}
-
-uint32_t load_code(const uint8_t* tile, CodePosition p, int32_t bits) {
-  uint32_t word;
-  memcpy(&word, tile + p.byte, 4);
-  return word >> p.bit & code_mask(bits);
-}
-void store_code(uint8_t* tile, CodePosition p, int32_t bits, uint32_t code) {
-  uint32_t word;
-  memcpy(&word, tile + p.byte, 4);
-  word = (word & ~(code_mask(bits) << p.bit)) | code << p.bit;
-  memcpy(tile + p.byte, &word, 4);
-}
 
 void read_row(const void* base, DType dtype, int64_t offset, int32_t head_dim, float* x) {
   for (int32_t d = 0; d < head_dim; ++d) x[d] = load_element(base, dtype, offset + d);
@@ -53,6 +36,39 @@ StatusCode quantize_row(const HostPage& page, const TokenBatch& batch, int32_t i
   return StatusCode::kOk;
 }
 
+Status check_page(const HostPage& page) {
+  if (page.bytes == nullptr) return invalid("page is null");
+  if (!is_page_layout(page.layout)) return invalid("page layout is not one of ours");
+  if (!is_raw_dtype(page.raw_dtype)) return invalid("raw_dtype must be float16 or bfloat16");
+  for (const Component c : kComponents) {
+    const bool norm = page.rule_of(c) == StepRule::kNorm;
+    if (norm ? page.layout.tile(c).type != kCodes2 : page.rule_of(c) != StepRule::kMinMax)
+      return invalid("rule is none that pages of these bits have");
+  }
+  return Status::ok();
+}
+
+// Slots first..first + count - 1 lie in the page.
+Status check_slots(const HostPage& page, int32_t first, int32_t count) {
+  if (Status s = check_page(page); !s) return s;
+  if (first < 0 || count < 0 || count > page.layout.tokens || first > page.layout.tokens - count) {
+    return invalid("slots " + std::to_string(first) + " + " + std::to_string(count) +
+                   " are outside a page of " + std::to_string(page.layout.tokens));
+  }
+  return Status::ok();
+}
+
+// What batches and outputs have in common.
+template <class Tokens>
+Status check_tokens(const HostPage& page, int32_t first, const Tokens& tokens) {
+  if (Status s = check_slots(page, first, tokens.count); !s) return s;
+  if (tokens.dtype != DType::kFloat32 && !is_raw_dtype(tokens.dtype)) return invalid("bad dtype");
+  if (tokens.row_stride != 0 && tokens.row_stride < page.layout.head_dim()) {
+    return invalid("row_stride is below head_dim");
+  }
+  return Status::ok();
+}
+
 Status token_failure(StatusCode code, int32_t i) {
   const char* what = code == StatusCode::kNonFinite
                          ? ": a key or value is not finite"
@@ -62,47 +78,20 @@ Status token_failure(StatusCode code, int32_t i) {
 
 }  // namespace
 
-Status check_page(const HostPage& page) {
-  if (page.bytes == nullptr) return invalid_argument("page is null");
-  if (!is_page_layout(page.layout)) return invalid_argument("page layout is not one of ours");
-  if (!is_raw_dtype(page.raw_dtype))
-    return invalid_argument("raw_dtype must be float16 or bfloat16");
-  for (const Component c : kComponents) {
-    const bool norm = page.rule_of(c) == StepRule::kNorm;
-    if (norm ? page.layout.tile(c).type != kCodes2 : page.rule_of(c) != StepRule::kMinMax)
-      return invalid_argument("rule is none that pages of these bits have");
-  }
-  return Status::ok();
-}
-
-Status check_slots(const HostPage& page, int32_t first, int32_t count) {
-  if (Status s = check_page(page); !s) return s;
-  if (first < 0 || count < 0 || count > page.layout.tokens || first > page.layout.tokens - count) {
-    return invalid_argument("slots " + std::to_string(first) + " + " + std::to_string(count) +
-                            " are outside a page of " + std::to_string(page.layout.tokens));
-  }
-  return Status::ok();
-}
-
 Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch) {
-  if (Status s = check_slots(page, used, batch.count); !s) return s;
-  if (batch.dtype != DType::kFloat32 && !is_raw_dtype(batch.dtype))
-    return invalid_argument("bad dtype");
-  if (batch.row_stride != 0 && batch.row_stride < page.layout.head_dim()) {
-    return invalid_argument("row_stride is below head_dim");
-  }
+  if (Status s = check_tokens(page, used, batch); !s) return s;
   if (batch.count == 0) return Status::ok();
   const bool has_records = page.layout.has_records();
-  if (!batch.k || !batch.v) return invalid_argument("keys or values are null");
+  if (!batch.k || !batch.v) return invalid("keys or values are null");
   if (has_records && (!batch.scores || !batch.positions)) {
-    return invalid_argument("scores or positions are null");
+    return invalid("scores or positions are null");
   }
   for (int32_t i = 0; i < batch.count; ++i) {
     const int64_t row = batch_row(batch.rows, i);
-    if (row < 0) return invalid_argument("row of token " + std::to_string(i) + " is negative");
+    if (row < 0) return invalid("row of token " + std::to_string(i) + " is negative");
     if (!has_records) continue;
     if (batch.positions[row] < 0) {
-      return invalid_argument("position of token " + std::to_string(i) + " is negative");
+      return invalid("position of token " + std::to_string(i) + " is negative");
     }
     if (!is_finite(batch.scores[row])) {
       return Status(StatusCode::kNonFinite,
@@ -113,18 +102,13 @@ Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch) 
 }
 
 Status check_output(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
-  if (Status s = check_slots(page, first_slot, out.count); !s) return s;
-  if (out.dtype != DType::kFloat32 && !is_raw_dtype(out.dtype))
-    return invalid_argument("bad dtype");
-  if (out.row_stride != 0 && out.row_stride < page.layout.head_dim()) {
-    return invalid_argument("row_stride is below head_dim");
-  }
+  if (Status s = check_tokens(page, first_slot, out); !s) return s;
   if (!page.layout.has_records() && (out.scores != nullptr || out.positions != nullptr)) {
-    return invalid_argument("pages without records hold neither scores nor positions");
+    return invalid("pages without records hold neither scores nor positions");
   }
   for (int32_t i = 0; i < out.count; ++i) {
     if (batch_row(out.rows, i) < 0) {
-      return invalid_argument("row of token " + std::to_string(i) + " is negative");
+      return invalid("row of token " + std::to_string(i) + " is negative");
     }
   }
   return Status::ok();

@@ -3,20 +3,12 @@
 // to codec/.
 #pragma once
 
-#include <string>
-#include <utility>
-
+#include "codec/format/errors.h"
 #include "codec/host/page_codec.h"
 
 namespace tierkv {
 
-inline Status invalid_argument(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-
-Status check_page(const HostPage& page);
-// Slots first..first + count - 1 lie in the page.
-Status check_slots(const HostPage& page, int32_t first, int32_t count);
+// Page, slots and arguments.
 Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch);
 Status check_output(const HostPage& page, int32_t first_slot, const TokenOutput& out);
 

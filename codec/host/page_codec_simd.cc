@@ -202,7 +202,7 @@ bool encode_tile(const HostPage& page, int32_t tile_index, const TokenBatch& bat
         memcpy(metadata + token_metadata_byte(g, i), &params[g], sizeof(QuantParams));
       }
     }
-    pack_tile(units, tile, c, page.bytes + layout.tile_codes_byte(c, tile_index));
+    pack_tile(&units, tile, c, page.bytes + layout.tile_codes_byte(c, tile_index));
   }
   if (!layout.has_records()) return true;
   for (int32_t i = 0; i < kTileTokens; ++i) {

@@ -82,149 +82,114 @@ constexpr int32_t piece_word(int32_t bits, Component component, int32_t piece, i
   return 4 * (piece / 2) + piece % 2 + 2 * token_half;
 }
 
+// The functions below go from rows to quads and on to the tile (kPack), or back: a transpose is its
+// own inverse.
+
 // Wide units: 16 and 8 bits.
-HWY_INLINE void rows_to_quads_wide(const UnitRows& rows, TileLayout tile, Component component,
-                                   Quads* quads) {
+template <bool kPack>
+HWY_INLINE void move_wide(TileLayout tile, Component component, UnitRows* rows, Quads* quads) {
   const U8 d;
   for (int32_t piece = 0; piece < tile.words_per_lane() / 2; ++piece) {
     for (int32_t half = 0; half < 2; ++half) {
       uint8_t(*quad)[16] = quads->at[piece_word(tile.type.bits(), component, piece, half)];
+      const auto row = [&](int32_t i) { return rows->row[i + 8 * half] + 16 * piece; };
       Bytes v[8];
-      for (int32_t i = 0; i < 8; ++i) v[i] = hn::Load(d, rows.row[i + 8 * half] + 16 * piece);
+      for (int32_t i = 0; i < 8; ++i) v[i] = hn::Load(d, kPack ? row(i) : quad[i]);
       if (component == Component::kValue) transpose<U16>(v);
-      for (int32_t g = 0; g < 8; ++g) hn::Store(v[g], d, quad[g]);
-    }
-  }
-}
-HWY_INLINE void quads_to_rows_wide(const Quads& quads, TileLayout tile, Component component,
-                                   UnitRows* rows) {
-  const U8 d;
-  for (int32_t piece = 0; piece < tile.words_per_lane() / 2; ++piece) {
-    for (int32_t half = 0; half < 2; ++half) {
-      const uint8_t(*quad)[16] = quads.at[piece_word(tile.type.bits(), component, piece, half)];
-      Bytes v[8];
-      for (int32_t g = 0; g < 8; ++g) v[g] = hn::Load(d, quad[g]);
-      if (component == Component::kValue) transpose<U16>(v);
-      for (int32_t i = 0; i < 8; ++i) hn::Store(v[i], d, rows->row[i + 8 * half] + 16 * piece);
+      for (int32_t i = 0; i < 8; ++i) hn::Store(v[i], d, kPack ? quad[i] : row(i));
     }
   }
 }
 
 // Byte units: 4 and 2 bits. Rows are padded, so the last odd word may be loaded and stored with a
 // partner.
-HWY_INLINE void rows_to_quads_byte(const UnitRows& rows, TileLayout tile, Component component,
-                                   Quads* quads) {
+template <bool kPack>
+HWY_INLINE void move_byte_keys(int32_t words, UnitRows* rows, Quads* quads) {
   const U8 d;
-  const int32_t words = tile.words_per_lane();
-  if (component == Component::kKey) {
-    for (int32_t w = 0; w < words; ++w) {
-      for (int32_t g = 0; g < 8; ++g) {
-        const Bytes a = load_lower(rows.row[g] + 8 * w), b = load_lower(rows.row[g + 8] + 8 * w);
-        hn::Store(hn::InterleaveLower(d, a, b), d, quads->at[w][g]);
+  for (int32_t w = 0; w < words; ++w) {
+    for (int32_t g = 0; g < 8; ++g) {
+      uint8_t *lower = rows->row[g] + 8 * w, *upper = rows->row[g + 8] + 8 * w;
+      if (kPack) {
+        hn::Store(hn::InterleaveLower(d, load_lower(lower), load_lower(upper)), d, quads->at[w][g]);
+      } else {
+        const Bytes v = hn::Load(d, quads->at[w][g]);
+        store_lower(hn::ConcatEven(d, v, v), lower);
+        store_lower(hn::ConcatOdd(d, v, v), upper);
       }
     }
-    return;
-  }
-  for (int32_t w = 0; w < words; w += 2) {
-    Bytes v[16];
-    for (size_t i = 0; i < 16; ++i) v[i] = hn::Load(d, rows.row[paired_token(i)] + 8 * w);
-    transpose<U8>(v);
-    for (int32_t i = 0; i < 16; ++i) hn::Store(v[i], d, quads->at[w + i / 8][i % 8]);
   }
 }
-HWY_INLINE void quads_to_rows_byte(const Quads& quads, TileLayout tile, Component component,
-                                   UnitRows* rows) {
+template <bool kPack>
+HWY_INLINE void move_byte_values(int32_t words, UnitRows* rows, Quads* quads) {
   const U8 d;
-  const int32_t words = tile.words_per_lane();
-  if (component == Component::kKey) {
-    for (int32_t w = 0; w < words; ++w) {
-      for (int32_t g = 0; g < 8; ++g) {
-        const Bytes v = hn::Load(d, quads.at[w][g]);
-        store_lower(hn::ConcatEven(d, v, v), rows->row[g] + 8 * w);
-        store_lower(hn::ConcatOdd(d, v, v), rows->row[g + 8] + 8 * w);
-      }
-    }
-    return;
-  }
   for (int32_t w = 0; w < words; w += 2) {
+    const auto row = [&](size_t i) { return rows->row[paired_token(i)] + 8 * w; };
+    const auto quad = [&](size_t i) { return quads->at[w + static_cast<int32_t>(i / 8)][i % 8]; };
     Bytes v[16];
-    for (int32_t i = 0; i < 16; ++i) v[i] = hn::Load(d, quads.at[w + i / 8][i % 8]);
+    for (size_t i = 0; i < 16; ++i) v[i] = hn::Load(d, kPack ? row(i) : quad(i));
     transpose<U8>(v);
-    for (size_t i = 0; i < 16; ++i) hn::Store(v[i], d, rows->row[paired_token(i)] + 8 * w);
+    for (size_t i = 0; i < 16; ++i) hn::Store(v[i], d, kPack ? quad(i) : row(i));
   }
 }
 
-HWY_INLINE void quads_to_tile(const Quads& quads, int32_t words, uint8_t* tile) {
+template <bool kPack>
+HWY_INLINE void move_tile(int32_t words, Quads* quads, uint8_t* tile) {
   const U8 d;
   const U32 d32;
   int32_t w = 0;
   for (; w + 4 <= words; w += 4) {
     for (int32_t g = 0; g < 8; ++g) {
+      const auto lane = [&](int32_t t) { return tile + 128 * w + 64 * g + 16 * t; };
+      const auto quad = [&](int32_t i) { return quads->at[w + i][g]; };
       Bytes v[4];
-      for (int32_t i = 0; i < 4; ++i) v[i] = hn::Load(d, quads.at[w + i][g]);
+      for (int32_t i = 0; i < 4; ++i) v[i] = hn::LoadU(d, kPack ? quad(i) : lane(i));
       transpose<U32>(v);
-      for (int32_t t = 0; t < 4; ++t) hn::StoreU(v[t], d, tile + 128 * w + 64 * g + 16 * t);
+      for (int32_t i = 0; i < 4; ++i) hn::StoreU(v[i], d, kPack ? lane(i) : quad(i));
     }
   }
   if (words & 2) {
     for (int32_t g = 0; g < 8; ++g) {
-      const auto a = hn::BitCast(d32, hn::Load(d, quads.at[w][g]));
-      const auto b = hn::BitCast(d32, hn::Load(d, quads.at[w + 1][g]));
-      uint8_t* to = tile + 128 * w + 32 * g;
-      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(d32, a, b)), d, to);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(d32, a, b)), d, to + 16);
+      uint8_t *first = quads->at[w][g], *second = quads->at[w + 1][g];
+      uint8_t *low = tile + 128 * w + 32 * g, *high = low + 16;
+      const auto a = hn::BitCast(d32, hn::LoadU(d, kPack ? first : low));
+      const auto b = hn::BitCast(d32, hn::LoadU(d, kPack ? second : high));
+      if (kPack) {
+        hn::StoreU(hn::BitCast(d, hn::InterleaveLower(d32, a, b)), d, low);
+        hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(d32, a, b)), d, high);
+      } else {
+        hn::StoreU(hn::BitCast(d, hn::ConcatEven(d32, b, a)), d, first);
+        hn::StoreU(hn::BitCast(d, hn::ConcatOdd(d32, b, a)), d, second);
+      }
     }
     w += 2;
   }
-  if (words & 1) memcpy(tile + 128 * w, quads.at[w], 128);
-}
-HWY_INLINE void tile_to_quads(const uint8_t* tile, int32_t words, Quads* quads) {
-  const U8 d;
-  const U32 d32;
-  int32_t w = 0;
-  for (; w + 4 <= words; w += 4) {
-    for (int32_t g = 0; g < 8; ++g) {
-      Bytes v[4];
-      for (int32_t t = 0; t < 4; ++t) v[t] = hn::LoadU(d, tile + 128 * w + 64 * g + 16 * t);
-      transpose<U32>(v);
-      for (int32_t i = 0; i < 4; ++i) hn::Store(v[i], d, quads->at[w + i][g]);
-    }
-  }
-  if (words & 2) {
-    for (int32_t g = 0; g < 8; ++g) {
-      const uint8_t* from = tile + 128 * w + 32 * g;
-      const auto a = hn::BitCast(d32, hn::LoadU(d, from)),
-                 b = hn::BitCast(d32, hn::LoadU(d, from + 16));
-      hn::Store(hn::BitCast(d, hn::ConcatEven(d32, b, a)), d, quads->at[w][g]);
-      hn::Store(hn::BitCast(d, hn::ConcatOdd(d32, b, a)), d, quads->at[w + 1][g]);
-    }
-    w += 2;
-  }
-  if (words & 1) {
+  if ((words & 1) == 0) return;
+  if (kPack) {
+    memcpy(tile + 128 * w, quads->at[w], 128);
+  } else {
     memcpy(quads->at[w], tile + 128 * w, 128);
     memset(quads->at[w + 1], 0, 128);  // the partner of an odd last word
   }
 }
 
-HWY_INLINE void pack_tile(const UnitRows& rows, TileLayout layout, Component component,
-                          uint8_t* tile) {
-  Quads quads;
-  if (layout.type.bits() >= 8) {
-    rows_to_quads_wide(rows, layout, component, &quads);
-  } else {
-    rows_to_quads_byte(rows, layout, component, &quads);
+template <bool kPack>
+HWY_INLINE void move_units(TileLayout layout, Component component, UnitRows* rows, Quads* quads) {
+  if (layout.type.bits() >= 8) return move_wide<kPack>(layout, component, rows, quads);
+  if (component == Component::kKey) {
+    return move_byte_keys<kPack>(layout.words_per_lane(), rows, quads);
   }
-  quads_to_tile(quads, layout.words_per_lane(), tile);
+  move_byte_values<kPack>(layout.words_per_lane(), rows, quads);
 }
-HWY_INLINE void unpack_tile(const uint8_t* tile, TileLayout layout, Component component,
-                            UnitRows* rows) {
+
+HWY_INLINE void pack_tile(UnitRows* rows, TileLayout layout, Component component, uint8_t* tile) {
   Quads quads;
-  tile_to_quads(tile, layout.words_per_lane(), &quads);
-  if (layout.type.bits() >= 8) {
-    quads_to_rows_wide(quads, layout, component, rows);
-  } else {
-    quads_to_rows_byte(quads, layout, component, rows);
-  }
+  move_units<true>(layout, component, rows, &quads);
+  move_tile<true>(layout.words_per_lane(), &quads, tile);
+}
+HWY_INLINE void unpack_tile(uint8_t* tile, TileLayout layout, Component component, UnitRows* rows) {
+  Quads quads;
+  move_tile<false>(layout.words_per_lane(), &quads, tile);
+  move_units<false>(layout, component, rows, &quads);
 }
 
 // codes [head_dim], one byte each, to and from a unit row.

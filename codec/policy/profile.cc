@@ -5,15 +5,13 @@
 #include <cmath>
 #include <numeric>
 
+#include "codec/format/errors.h"
+
 namespace tierkv {
 namespace {
 
 constexpr double kScaleExponent = -0.25;
 constexpr double kMaxScale = 8;
-
-Status invalid(const std::string& message) {
-  return Status(StatusCode::kInvalidArgument, message);
-}
 
 template <class T>
 Status check_finite(const char* name, const std::vector<T>& values) {

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "codec/format/basis.h"
 #include "tierkv/layout.h"
 #include "tierkv/rope.h"
 

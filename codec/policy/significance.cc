@@ -5,12 +5,10 @@
 #include <cmath>
 #include <vector>
 
+#include "codec/format/errors.h"
+
 namespace tierkv {
 namespace {
-
-Status invalid(const char* why) {
-  return Status(StatusCode::kInvalidArgument, why);
-}
 
 // Keys as [head_dim][num_tokens], so that the sum over dims runs over contiguous tokens.
 std::vector<double> transposed_keys(const AttentionRow& row) {

@@ -11,7 +11,6 @@
 
 #include <cstdint>
 
-#include "codec/format/quantize.h"
 #include "tierkv/status.h"
 
 namespace tierkv {

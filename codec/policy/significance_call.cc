@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "codec/format/element.h"
+#include "codec/format/errors.h"
 #include "codec/format/page_layout.h"
 #include "codec/format/token_sample.h"
 #include "codec/policy/significance.h"
@@ -13,9 +14,6 @@
 namespace tierkv {
 namespace {
 
-Status invalid(const char* why) {
-  return Status(StatusCode::kInvalidArgument, why);
-}
 bool is_aligned(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
@@ -157,22 +155,34 @@ Status lse_row(const SignificanceCall& p, const HostPrompt& prompt, int32_t head
   return Status::ok();
 }
 
+// run_row(p, prompt, head, out) for the heads of every sequence.
+template <class RunRow>
+Status run_host(const SignificanceCall& p, int32_t heads, const RunRow& run_row, float* out) {
+  for (int32_t i = 0; i < p.num_sequences && p.total_tokens > 0; ++i) {
+    const HostPrompt prompt(p, i);
+    for (int32_t head = 0; head < heads; ++head) {
+      if (Status s = run_row(p, prompt, head, out); !s) return s;
+    }
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Status SignificanceCall::validate() const {
   if (max_tokens < 0 || max_tokens > total_tokens || (max_tokens == 0 && total_tokens > 0)) {
     return invalid("max_tokens is out of range");
   }
-  if (num_sequences > 65535) return Status(StatusCode::kUnsupported, "num_sequences above 65535");
-  if (!has_page_layout(head_dim)) {
-    return Status(StatusCode::kUnsupported, "head_dim must be 64, 96, 128 or 256");
+  if (num_sequences > 65535) return unsupported("num_sequences above 65535");
+  if (!is_known_head_dim(head_dim)) {
+    return unsupported("head_dim must be 64, 96, 128 or 256");
   }
-  if (dtype != DType::kFloat16 && dtype != DType::kBFloat16) {
-    return Status(StatusCode::kUnsupported, "dtype must be float16 or bfloat16");
+  if (!is_raw_dtype(dtype)) {
+    return unsupported("dtype must be float16 or bfloat16");
   }
   if (Status s = check(*this); !s) return s;
   if (num_q_heads / num_kv_heads > kMaxScoreGroup) {
-    return Status(StatusCode::kUnsupported, "more than 16 query heads for a kv_head");
+    return unsupported("more than 16 query heads for a kv_head");
   }
   if (is_empty(*this)) return Status::ok();
   if (!is_aligned(q) || !is_aligned(k)) return invalid("q or k is not aligned to 16 bytes");
@@ -184,24 +194,12 @@ Status SignificanceCall::validate() const {
 
 Status prompt_significance_host(const SignificanceCall& p, float* significance) {
   if (Status s = check_host(p, significance, "significance is null"); !s) return s;
-  for (int32_t i = 0; i < p.num_sequences && p.total_tokens > 0; ++i) {
-    const HostPrompt prompt(p, i);
-    for (int32_t head = 0; head < p.num_kv_heads; ++head) {
-      if (Status s = score_row(p, prompt, head, significance); !s) return s;
-    }
-  }
-  return Status::ok();
+  return run_host(p, p.num_kv_heads, score_row, significance);
 }
 
 Status prompt_lse_host(const SignificanceCall& p, float* lse) {
   if (Status s = check_host(p, lse, "lse is null"); !s) return s;
-  for (int32_t i = 0; i < p.num_sequences && p.total_tokens > 0; ++i) {
-    const HostPrompt prompt(p, i);
-    for (int32_t head = 0; head < p.num_q_heads; ++head) {
-      if (Status s = lse_row(p, prompt, head, lse); !s) return s;
-    }
-  }
-  return Status::ok();
+  return run_host(p, p.num_q_heads, lse_row, lse);
 }
 
 }  // namespace tierkv

@@ -25,7 +25,7 @@ Status check_layout(const CacheLayout& layout) {
   if (layout.dtype == DType::kFloat32) {
     return Status(StatusCode::kUnsupported, "layout.dtype: float32");
   }
-  if (!has_page_layout(layout.head_dim)) {
+  if (!is_known_head_dim(layout.head_dim)) {
     return Status(StatusCode::kUnsupported, "layout.head_dim: " + std::to_string(layout.head_dim) +
                                                 "; a store needs 64, 96, 128 or 256");
   }

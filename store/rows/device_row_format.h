@@ -11,9 +11,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
+#include "codec/format/head_dim.h"
 #include "store/engine/tokens.h"
 #include "store/place/place.h"
 #include "store/rows/row_format.h"
@@ -198,21 +198,6 @@ class DeviceRowFormat {
     return Status::ok();
   }
 };
-
-// call(head_dim as a constant), of those that a store may have.
-template <class Call>
-auto with_head_dim(int32_t head_dim, const Call& call) {
-  switch (head_dim) {
-    case 64:
-      return call(std::integral_constant<int32_t, 64>{});
-    case 96:
-      return call(std::integral_constant<int32_t, 96>{});
-    case 128:
-      return call(std::integral_constant<int32_t, 128>{});
-    default:
-      return call(std::integral_constant<int32_t, 256>{});
-  }
-}
 
 // `host` is the same format in host memory, bound to no pages; it outlives the result.
 Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,

@@ -12,6 +12,8 @@
 #include "attention/tiers/grid.h"
 #include "attention/tiers/shared_rows.cuh"
 #include "attention/work/plan.h"
+#include "codec/format/element.h"
+#include "tests/support/plan_items.h"
 
 namespace tierkv {
 
@@ -117,7 +119,7 @@ DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun
       std::all_of(lse.begin() + end, lse.end(), [](float x) { return x == -1e30f; });
   out.resize(columns * dim);
   lse.resize(columns);
-  for (const uint16_t x : out) result.out.push_back(value_of_bits(x, config.dtype));
+  for (const uint16_t x : out) result.out.push_back(raw_to_float(config.dtype, x));
   result.lse.assign(lse.begin(), lse.end());
   result.row_status = row_status;
   return result;

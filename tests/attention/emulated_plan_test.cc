@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/work/plan_kernel.cuh"
+#include "tests/support/plan_items.h"
 
 namespace tierkv {
 

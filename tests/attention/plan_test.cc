@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/tiers/decode.h"
+#include "tests/support/plan_items.h"
 
 namespace tierkv {
 namespace {

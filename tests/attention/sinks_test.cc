@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Learned sinks: the reference against the softmax written out, and apply_sinks() against it.
-#include "attention/core/sinks.h"
+#include "attention/core/merge.h"
 
 #include <gtest/gtest.h>
 
@@ -10,6 +10,7 @@
 
 #include "attention/core/online_softmax.h"
 #include "attention/core/reference.h"
+#include "codec/format/element.h"
 #include "tests/support/page_world.h"
 
 namespace tierkv {
@@ -68,7 +69,7 @@ TEST(Sinks, FinishOfAStateIsItsJoinWithThem) {
 }
 
 double value_at(const std::vector<uint16_t>& x, size_t i, DType dtype) {
-  return value_of_bits(x[i], dtype);
+  return raw_to_float(dtype, x[i]);
 }
 
 TEST(Sinks, ApplyToFinishedResults) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "codec/format/basis.h"
+#include "tierkv/basis.h"
 
 #include <gtest/gtest.h>
 

@@ -94,7 +94,7 @@ TEST_F(EmulatedSlots, WriteTheBytesOfTheHost) {
       w.v[rng_() % w.v.size()] = shape.dtype == DType::kFloat16 ? 0xfc00 : 0xff80;
       std::vector<uint8_t> other = w.other_bytes();
       const BlockCache on_device = w.other_cache(&other);
-      std::vector<int32_t> device_errors(kBlockErrors, 0);
+      std::vector<int32_t> device_errors(kEngineErrors, 0);
       std::vector<int32_t> next = {0, 0};
       for (int32_t call = 0; call < 6; ++call) {
         BlockWorld::Tokens tokens;
@@ -227,7 +227,7 @@ TEST_F(EmulatedSlots, ReadTheValuesOfTheHost) {
       d.dtype = uniform(0, 1) == 1 ? DType::kBFloat16 : DType::kFloat16;
       d.errors = w.errors.data();
       ASSERT_TRUE(decode_blocks_host(d));
-      std::vector<int32_t> errors(kBlockErrors, 0);
+      std::vector<int32_t> errors(kEngineErrors, 0);
       d.k = aligned(k2);
       d.v = aligned(v2);
       d.errors = errors.data();

@@ -75,7 +75,7 @@ TEST_F(SlotsTest, PagesHoldTheCoordinatesOfTheirTokens) {
         ASSERT_TRUE(std::equal(expected.begin(), expected.end(), got)) << "page " << page;
       }
     }
-    EXPECT_EQ(w.errors, std::vector<int32_t>(kBlockErrors, 0));
+    EXPECT_EQ(w.errors, std::vector<int32_t>(kEngineErrors, 0));
   }
 }
 
@@ -229,7 +229,7 @@ TEST_F(SlotsTest, DecodedRangesAreTheirTokens) {
       // its square; bf16 rounds to 2^-9. Twice that is allowed.
       EXPECT_LT(std::sqrt(error[0] / norm[0]), bound) << format << head_dim;
       EXPECT_LT(std::sqrt(error[1] / norm[1]), std::max(bound, 0.24 * (bound > 0.01))) << format;
-      EXPECT_EQ(w.errors, std::vector<int32_t>(kBlockErrors, 0));
+      EXPECT_EQ(w.errors, std::vector<int32_t>(kEngineErrors, 0));
     }
   }
 }

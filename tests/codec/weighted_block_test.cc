@@ -8,6 +8,8 @@
 
 #include "tests/codec/support/simd_targets.h"
 #include "tests/codec/support/weighted_source.h"
+#include "tools/analysis/scheme/importance.h"
+#include "tools/analysis/scheme/weighted_stats.h"
 
 namespace tierkv {
 namespace {
@@ -50,7 +52,7 @@ class WeightedBlockTest : public testing::Test {
     ASSERT_EQ(found_, codes_) << "seed " << seed_;
     ASSERT_EQ(found_exponents_, exponents_) << "seed " << seed_;
     WeightedBlockStats stats;
-    ASSERT_TRUE(add_weighted_stats(bytes_.data(), static_cast<int64_t>(bytes_.size()), &stats));
+    stats.add_blocks(bytes_.data(), static_cast<int64_t>(bytes_.size()));
     ASSERT_EQ(stats.total_bits(), static_cast<int64_t>(8 * bytes_.size()));
   }
   // The decoder refuses and leaves zeros.
@@ -106,7 +108,7 @@ TEST_F(WeightedBlockTest, ADimBlockTakesItsOwnBook) {
     ASSERT_NO_FATAL_FAILURE(make_block(Component::kKey, 64, 128, BlockMode::kPair));
     if (is_raw_mode(header().mode)) continue;
     WeightedBlockStats stats;
-    ASSERT_TRUE(add_weighted_stats(bytes_.data(), static_cast<int64_t>(bytes_.size()), &stats));
+    stats.add_blocks(bytes_.data(), static_cast<int64_t>(bytes_.size()));
     int64_t bits = 0;
     for (int32_t f = 0; f < 8; ++f) {
       const Codebook& book = family_.books[book_of_[f]];
@@ -295,7 +297,7 @@ TEST_F(WeightedBlockTest, CostsLittleBesideItsCodeWords) {
           std::vector<uint8_t> bytes;
           ASSERT_TRUE(encode_weighted_block({codes.data(), e.data(), 64, head_dim}, family, nullptr,
                                             &bytes));
-          ASSERT_TRUE(add_weighted_stats(bytes.data(), static_cast<int64_t>(bytes.size()), &stats));
+          stats.add_blocks(bytes.data(), static_cast<int64_t>(bytes.size()));
         }
         const double n = 50.0 * 64 * head_dim;
         std::printf(

@@ -9,6 +9,7 @@
 
 #include "codec/host/coded/weighted_rows_checks.h"
 #include "tests/codec/support/weighted_source.h"
+#include "tools/analysis/scheme/importance.h"
 
 namespace tierkv {
 namespace {

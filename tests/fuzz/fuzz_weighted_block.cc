@@ -9,6 +9,7 @@
 #include "codec/format/huffman.h"
 #include "codec/host/coded/weighted_block.h"
 #include "tests/fuzz/fuzz_input.h"
+#include "tools/analysis/scheme/weighted_stats.h"
 
 namespace {
 
@@ -142,7 +143,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
               family, book_of.data(), &bytes)
               .is_ok());
   WeightedBlockStats stats;
-  require(add_weighted_stats(bytes.data(), static_cast<int64_t>(bytes.size()), &stats).is_ok());
+  stats.add_blocks(bytes.data(), static_cast<int64_t>(bytes.size()));
   require(stats.total_bits() == static_cast<int64_t>(8 * bytes.size()));
   if (what % 4 == 1) {
     require(decode(bytes, shape, family, &back) && back == content);

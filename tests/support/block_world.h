@@ -38,7 +38,7 @@ struct BlockWorld {
   std::vector<uint16_t> k, v;      // [all tokens, kv_heads, head_dim] of dtype
   std::vector<int32_t> first;      // token of each sequence's first one in k and v
   std::vector<int32_t> table;      // [sequences, columns]
-  std::vector<int32_t> errors = std::vector<int32_t>(kBlockErrors, 0);
+  std::vector<int32_t> errors = std::vector<int32_t>(kEngineErrors, 0);
   int32_t columns = 0;
 
   BlockWorld(const BlockWorld&) = delete;

@@ -16,6 +16,7 @@
 #include "codec/gpu/coded/weighted_batch.h"
 #include "codec/host/coded/weighted_books.h"
 #include "codec/host/coded/weighted_rows.h"
+#include "tools/analysis/scheme/importance.h"
 
 namespace tierkv {
 

@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "codec/host/coded/weighted_block.h"
 #include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tools/analysis/detail.h"
+#include "tools/analysis/scheme/weighted_stats.h"
 #include "tools/presets/preset.h"
 
 namespace tierkv::analysis {

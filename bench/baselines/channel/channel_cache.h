@@ -4,6 +4,7 @@
 #pragma once
 
 #include "codec/format/channel_block.h"
+#include "tierkv/attention.h"
 
 namespace tierkv {
 

@@ -7,7 +7,6 @@
 
 #include "codec/format/codebook.h"
 #include "codec/format/coded_block_format.h"
-#include "tierkv/status.h"
 
 struct CUstream_st;
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "codec/format/element.h"
+#include "codec/format/head_dim.h"
 
 namespace tierkv {
 namespace {
@@ -31,7 +32,7 @@ Status check_shape(const Call& call) {
 }  // namespace
 
 Status DeviceWeightedRows::validate() const {
-  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
+  if (!is_known_head_dim(head_dim)) {
     return Status(StatusCode::kUnsupported,
                   "weighted blocks: head_dim must be 64, 96, 128 or 256 on the GPU");
   }

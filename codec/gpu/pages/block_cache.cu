@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "codec/format/block_cache.h"
 
+#include "codec/format/head_dim.h"
 #include "codec/gpu/pages/block_decode.cuh"
 #include "codec/gpu/pages/block_tiles.cuh"
 #include "gpu/cuda_device.cuh"
@@ -40,12 +41,7 @@ Status encode_slots(const SlotEncode& e, GpuStream stream) {
   if (e.count < kMinTileTokens || !has_aligned_rows(e)) {
     encode_slots_kernel<<<ctas_of(e.count * e.cache.num_kv_heads), kBlockThreads, 0, stream>>>(e);
   } else {
-    const int32_t head_dim = e.cache.layout.head_dim();
-    const auto launch = head_dim == 64    ? encode_tiles<64>
-                        : head_dim == 96  ? encode_tiles<96>
-                        : head_dim == 128 ? encode_tiles<128>
-                                          : encode_tiles<256>;
-    launch(e, stream);
+    with_head_dim(e.cache.layout.head_dim(), [&](auto dim) { encode_tiles<dim>(e, stream); });
   }
   return cuda_status(cudaGetLastError(), "encoding of slots");
 }
@@ -56,12 +52,7 @@ Status decode_blocks(const BlockDecode& d, GpuStream stream) {
   if (d.count > kMaxRanges) {
     return Status(StatusCode::kInvalidArgument, "a call decodes at most 65535 ranges");
   }
-  const int32_t head_dim = d.cache.layout.head_dim();
-  const auto launch = head_dim == 64    ? decode_tiles<64>
-                      : head_dim == 96  ? decode_tiles<96>
-                      : head_dim == 128 ? decode_tiles<128>
-                                        : decode_tiles<256>;
-  launch(d, stream);
+  with_head_dim(d.cache.layout.head_dim(), [&](auto dim) { decode_tiles<dim>(d, stream); });
   return cuda_status(cudaGetLastError(), "decoding of blocks");
 }
 

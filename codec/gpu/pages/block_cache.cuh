@@ -15,7 +15,7 @@ namespace tierkv {
 inline constexpr int32_t kBlockThreads = 128;
 inline constexpr int32_t kBlockWarps = kBlockThreads / 32;
 
-__device__ __forceinline__ void count_error(int32_t* errors, BlockError error) {
+__device__ __forceinline__ void count_error(int32_t* errors, EngineError error) {
   if (errors != nullptr && lane_index() == 0) atomicAdd(errors + static_cast<int32_t>(error), 1);
 }
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken
   const BlockCache& c = e.cache;
   const int64_t slot = e.slots[at.token];
   const bool is_stray = slot < -1 || slot >= c.num_blocks * c.layout.tokens;
-  if (is_stray && at.kv_head == 0) count_error(e.errors, BlockError::kStraySlots);
+  if (is_stray && at.kv_head == 0) count_error(e.errors, EngineError::kStraySlots);
   if (is_stray || slot < 0) return;
   const int32_t head_dim = c.layout.head_dim();
   const int64_t block = slot / c.layout.tokens;
@@ -89,8 +89,8 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken
                             encode_side(page, Component::kValue, c.rule[1], v, &token.v)));
   if (in_page % kTileTokens == 0) open_tile(page, in_page, named_slots(e, at.token, slot));
   if (code != StatusCode::kOk) {
-    count_error(e.errors, code == StatusCode::kNonFinite ? BlockError::kNonFiniteTokens
-                                                         : BlockError::kOutOfRangeTokens);
+    count_error(e.errors, code == StatusCode::kNonFinite ? EngineError::kNonFiniteTokens
+                                                         : EngineError::kOutOfRangeTokens);
     token = {};
   }
   store_whole_side(page, in_page, Component::kKey, token.k);

@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeCtas<kDim>)
   const CachePlace place = cache_place(d, sequence, t.token, kv_head);
   const bool is_key = part == Component::kKey;
   if (place.page == nullptr && is_key && d.errors != nullptr && lane_index() == 0) {
-    atomicAdd(d.errors + static_cast<int32_t>(BlockError::kStrayBlocks), t.end - t.begin);
+    atomicAdd(d.errors + static_cast<int32_t>(EngineError::kStrayBlocks), t.end - t.begin);
   }
   auto* to = static_cast<uint16_t*>(is_key ? d.k : d.v);
   if (to == nullptr) return;

@@ -39,7 +39,7 @@ inline bool has_aligned_rows(const SlotEncode& e) {
   for (const void* p : {e.k, e.v}) {
     if (reinterpret_cast<uintptr_t>(p) % 16 != 0) return false;
   }
-  for (const TokenStrides& s : {e.k_strides, e.v_strides}) {
+  for (const EngineStrides& s : {e.k_strides, e.v_strides}) {
     if (s.token % 8 != 0 || s.head % 8 != 0) return false;
   }
   return true;
@@ -87,7 +87,7 @@ __device__ __forceinline__ bool encode_filled_tile(const SlotEncode& e, int64_t 
                                                    uint8_t* shared) {
   const BlockCache& c = e.cache;
   const bool is_key = part == Component::kKey;
-  const TokenStrides& strides = is_key ? e.k_strides : e.v_strides;
+  const EngineStrides& strides = is_key ? e.k_strides : e.v_strides;
   const auto* from = static_cast<const uint16_t*>(is_key ? e.k : e.v);
   uint8_t* rows = shared + kTableBytes<kDim>;
   start_rows<kDim>(from + token * strides.token + kv_head * strides.head, strides.token, rows);

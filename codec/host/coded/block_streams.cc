@@ -12,7 +12,6 @@ namespace {
 // Adds the values of raw tiles to the codes, modulo 2^16.
 void add_raw_tiles(const OpenSlice& h, int32_t bits, const uint8_t* tiles, const SliceCodes& out) {
   const TileLayout layout = raw_tile(bits, dim_block_count(h.dims));
-  const uint32_t mask = (1u << bits) - 1u;
   CodePosition at[kSliceDims];
   for (int32_t in_tile = 0; in_tile < std::min(kTileTokens, out.tokens); ++in_tile) {
     for (int32_t d = 0; d < out.dims; ++d) at[d] = code_position(layout, h.component, in_tile, d);
@@ -20,7 +19,7 @@ void add_raw_tiles(const OpenSlice& h, int32_t bits, const uint8_t* tiles, const
       const uint8_t* tile = tiles + t / kTileTokens * layout.bytes();
       int16_t* row = out.codes + t * out.stride;
       for (int32_t d = 0; d < out.dims; ++d) {
-        row[d] = static_cast<int16_t>(row[d] + (load_u32(tile + at[d].byte) >> at[d].bit & mask));
+        row[d] = static_cast<int16_t>(row[d] + load_code(tile, at[d], bits));
       }
     }
   }

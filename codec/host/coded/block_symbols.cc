@@ -211,16 +211,16 @@ class SymbolPlanner {
   int16_t digits_[kMaxBlockCodes];  // [token][kSliceDims]
 };
 
-// Adds values to zeroed raw tiles of `bits` a code.
+// Values into raw tiles of `bits` a code.
 template <class ValueOf>
 void write_raw_tiles(const Slice& slice, Component component, int32_t bits, uint8_t* tiles,
                      ValueOf value_of) {
   const TileLayout layout = raw_tile(bits, dim_block_count(slice.dims));
   for (int32_t t = 0; t < slice.tokens; ++t) {
     for (int32_t d = 0; d < slice.dims; ++d) {
-      const CodePosition at = code_position(layout, component, t % kTileTokens, d);
-      uint8_t* word = tiles + t / kTileTokens * layout.bytes() + at.byte;
-      store_u32(word, load_u32(word) | static_cast<uint32_t>(value_of(t, d)) << at.bit);
+      store_code(tiles + t / kTileTokens * layout.bytes(),
+                 code_position(layout, component, t % kTileTokens, d), bits,
+                 static_cast<uint32_t>(value_of(t, d)));
     }
   }
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "codec/format/coded_block_format.h"
+#include "codec/format/errors.h"
 #include "codec/host/coded/block_symbols.h"
 #include "tierkv/layout.h"
 
@@ -72,14 +73,15 @@ void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint
 
 }  // namespace
 
+Status check_block_shape(int32_t tokens, int32_t head_dim) {
+  if (tokens < 1 || tokens > kBlockTokens) return invalid("a block has 1 to 64 tokens");
+  if (head_dim < 1 || head_dim > kMaxHeadDim) return invalid("head_dim must be 1 to 4096");
+  return Status::ok();
+}
+
 Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
                     const Codebook& codebook, std::vector<uint8_t>* out) {
-  if (tokens < 1 || tokens > kBlockTokens) {
-    return Status(StatusCode::kInvalidArgument, "a block has 1 to 64 tokens");
-  }
-  if (head_dim < 1 || head_dim > kMaxHeadDim) {
-    return Status(StatusCode::kInvalidArgument, "head_dim must be 1 to 4096");
-  }
+  if (Status s = check_block_shape(tokens, head_dim); !s) return s;
   for (int32_t first = 0; first < head_dim; first += kSliceDims) {
     const int32_t dims = std::min(kSliceDims, head_dim - first);
     encode_slice({codes + first, tokens, dims, head_dim}, codebook, out);

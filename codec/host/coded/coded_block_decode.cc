@@ -7,7 +7,6 @@
 
 #include "codec/format/coded_block.h"
 #include "codec/host/coded/block_streams.h"
-#include "tierkv/layout.h"
 
 namespace tierkv {
 namespace {
@@ -131,12 +130,7 @@ Status decode_slices(const uint8_t* bytes, int64_t size, const SliceCodes& all,
 
 Status decode_block(const uint8_t* bytes, int64_t size, int32_t tokens, int32_t head_dim,
                     const Codebook& codebook, int16_t* codes) {
-  if (tokens < 1 || tokens > kBlockTokens) {
-    return Status(StatusCode::kInvalidArgument, "a block has 1 to 64 tokens");
-  }
-  if (head_dim < 1 || head_dim > kMaxHeadDim) {
-    return Status(StatusCode::kInvalidArgument, "head_dim must be 1 to 4096");
-  }
+  if (Status s = check_block_shape(tokens, head_dim); !s) return s;
   Status s = decode_slices(bytes, size, {codes, tokens, head_dim, head_dim}, codebook);
   if (!s) std::fill_n(codes, static_cast<int64_t>(tokens) * head_dim, int16_t{0});
   return s;

@@ -2,7 +2,6 @@
 #include "codec/host/coded/histogram.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "codec/format/fragment_order.h"
@@ -106,23 +105,6 @@ void CodeHistogram::merge(const CodeHistogram& other) {
   for (size_t i = 0; i < pairs_.size(); ++i) pairs_[i] += other.pairs_[i];
   for (size_t i = 0; i < lone_.size(); ++i) lone_[i] += other.lone_[i];
   for (size_t i = 0; i < quads_.size(); ++i) quads_[i] += other.quads_[i];
-}
-
-double CodeHistogram::entropy_bits() const {
-  return tierkv::entropy_bits(singles_.data(), static_cast<int64_t>(singles_.size()));
-}
-
-double entropy_bits(const uint64_t* counts, int64_t n) {
-  uint64_t total = 0;
-  for (int64_t i = 0; i < n; ++i) total += counts[i];
-  if (total == 0) return 0;
-  double bits = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (counts[i] == 0) continue;
-    const double p = static_cast<double>(counts[i]) / static_cast<double>(total);
-    bits -= p * std::log2(p);
-  }
-  return bits;
 }
 
 }  // namespace tierkv

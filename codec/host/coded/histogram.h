@@ -60,9 +60,6 @@ class CodeHistogram {
     return quads_[quad_index(codes[0], codes[1], codes[2], codes[3])];
   }
 
-  // Order-0 entropy of the codes in bits per code; 0 while empty.
-  double entropy_bits() const;
-
  private:
   static size_t pair_index(int32_t first, int32_t second) {
     return static_cast<size_t>(static_cast<uint8_t>(first)) << 8 | static_cast<uint8_t>(second);
@@ -84,8 +81,5 @@ class CodeHistogram {
   std::vector<uint64_t> quads_;    // [4][4][4][4], by codes modulo 4
   uint64_t padding_pairs_ = 0;
 };
-
-// Order-0 entropy of n counts, in bits per symbol.
-double entropy_bits(const uint64_t* counts, int64_t n);
 
 }  // namespace tierkv

@@ -131,15 +131,11 @@ Status BookFamily::validate() const {
   return Status::ok();
 }
 
-Status check_weighted_shape(int32_t tokens, int32_t head_dim) {
-  if (tokens < 1 || tokens > kBlockTokens) return invalid("a block has 1 to 64 tokens");
-  if (head_dim < 1 || head_dim > kMaxHeadDim) return invalid("head_dim must be 1 to 4096");
-  return Status::ok();
-}
-
 Status encode_weighted_block(const WeightedCodes& block, const BookFamily& family,
                              const uint8_t* book_of, std::vector<uint8_t>* out) {
-  if (Status s = check_weighted_shape(block.tokens, block.head_dim); !s) return s;
+  if (Status s = check_block_shape(block.tokens, block.head_dim); !s) {
+    return s.with_context("weighted block");
+  }
   if (Status s = family.validate(); !s) return s;
   for (int32_t f = 0; book_of != nullptr && f < dim_block_count(block.head_dim); ++f) {
     if (book_of[f] >= family.books.size()) {

@@ -37,9 +37,6 @@ struct WeightedCodes {
   int32_t head_dim = 0;  // 1 to kMaxHeadDim
 };
 
-// kInvalidArgument unless a block can have the shape.
-Status check_weighted_shape(int32_t tokens, int32_t head_dim);
-
 // Appends a multiple of 16 bytes. book_of: [dim_block_count(head_dim)], below the number of books;
 // null where all dim blocks take book 0. kInvalidArgument for shapes and books that are not there
 // and for keys' exponents outside -8 to 4.
@@ -58,23 +55,5 @@ struct WeightedTarget {
 // validated: kCorrupt with what is wrong, and then all codes and exponents are 0.
 Status decode_weighted_block(const uint8_t* bytes, int64_t size, const BookFamily& family,
                              const WeightedTarget& out);
-
-// Where the bits of the blocks in `size` valid bytes went; for reports and tests.
-struct WeightedBlockStats {
-  int64_t blocks[kNumBlockModes] = {};  // by mode
-  int64_t header_bits = 0;
-  int64_t exponent_bits = 0;
-  int64_t length_bits = 0;
-  int64_t payload_bits = 0;  // code words or raw codes
-  int64_t exception_bits = 0;
-  int64_t exceptions = 0;
-  int64_t padding_bits = 0;
-  void add(const WeightedBlockStats& other);
-  int64_t total_bits() const {
-    return header_bits + exponent_bits + length_bits + payload_bits + exception_bits + padding_bits;
-  }
-};
-// Adds the blocks found in bytes to *stats; kCorrupt where the headers contradict each other.
-Status add_weighted_stats(const uint8_t* bytes, int64_t size, WeightedBlockStats* stats);
 
 }  // namespace tierkv

@@ -183,53 +183,15 @@ const char* decode_slices(const uint8_t* bytes, int64_t size, const BookFamily& 
 
 Status decode_weighted_block(const uint8_t* bytes, int64_t size, const BookFamily& family,
                              const WeightedTarget& out) {
-  if (Status s = check_weighted_shape(out.tokens, out.head_dim); !s) return s;
+  if (Status s = check_block_shape(out.tokens, out.head_dim); !s) {
+    return s.with_context("weighted block");
+  }
   if (Status s = family.validate(); !s) return s;
   const char* wrong = decode_slices(bytes, size, family, out);
   if (wrong == nullptr) return Status::ok();
   std::fill_n(out.codes, static_cast<int64_t>(out.tokens) * out.head_dim, int16_t{0});
   std::fill_n(out.exponents, out.tokens, int8_t{0});
   return corrupt(wrong);
-}
-
-void WeightedBlockStats::add(const WeightedBlockStats& other) {
-  for (int32_t m = 0; m < kNumBlockModes; ++m) blocks[m] += other.blocks[m];
-  header_bits += other.header_bits;
-  exponent_bits += other.exponent_bits;
-  length_bits += other.length_bits;
-  payload_bits += other.payload_bits;
-  exception_bits += other.exception_bits;
-  exceptions += other.exceptions;
-  padding_bits += other.padding_bits;
-}
-
-Status add_weighted_stats(const uint8_t* bytes, int64_t size, WeightedBlockStats* stats) {
-  while (size > 0) {
-    Block block;
-    if (const char* wrong = open_block(bytes, size, &block)) return corrupt(wrong);
-    const WeightedBlockHeader& h = block.header;
-    const WeightedBlockLayout& at = block.at;
-    const bool raw = is_raw_mode(h.mode);
-    const int64_t payload =
-        raw ? 8 * (at.exceptions - at.payload)
-            : (h.mode == BlockMode::kSplit ? 8 * (at.payload - at.low_plane) : 0) +
-                  block.slice.bounds[kWarpLanes * h.streams_per_lane];
-    const int64_t exponents = int64_t{h.tokens} * h.exponent_bits;
-    const int64_t lengths = int64_t{kWarpLanes} * h.streams_per_lane * h.length_bits;
-    const int64_t exceptions = int64_t{8} * kExceptionBytes * h.exceptions;
-    const int64_t header = 8 * kCodedBlockHeaderBytes;
-    ++stats->blocks[static_cast<int32_t>(h.mode)];
-    stats->header_bits += header;
-    stats->exponent_bits += exponents;
-    stats->length_bits += lengths;
-    stats->payload_bits += payload;
-    stats->exceptions += h.exceptions;
-    stats->exception_bits += exceptions;
-    stats->padding_bits += 8 * at.bytes - header - exponents - lengths - payload - exceptions;
-    bytes += at.bytes;
-    size -= at.bytes;
-  }
-  return Status::ok();
 }
 
 }  // namespace tierkv

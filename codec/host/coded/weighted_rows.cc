@@ -2,8 +2,6 @@
 // The plain forms and the checks. The fast forms are in weighted_rows_simd.cc.
 #include "codec/host/coded/weighted_rows.h"
 
-#include <algorithm>
-#include <cmath>
 #include <string>
 
 #include "codec/format/sound_halves.h"
@@ -106,24 +104,6 @@ Status CodeFaults::status() const {
   return Status::ok();
 }
 
-Status importance_exponents(const float* significance, int32_t tokens, int64_t first_position,
-                            double scale, int8_t* exponents) {
-  if (tokens < 0 || first_position < 0) return invalid("tokens or first_position is negative");
-  for (int32_t t = 0; t < tokens; ++t) {
-    const double u = token_importance(first_position + t, significance[t], scale);
-    if (!std::isfinite(u)) {
-      return Status(StatusCode::kNonFinite, "weighted steps: significance of token " +
-                                                std::to_string(t) + " is not finite");
-    }
-    if (u < 0) return invalid("significance of token " + std::to_string(t) + " is negative");
-  }
-  for (int32_t t = 0; t < tokens; ++t) {
-    const double u = token_importance(first_position + t, significance[t], scale);
-    exponents[t] = static_cast<int8_t>(importance_exponent(u));
-  }
-  return Status::ok();
-}
-
 namespace reference {
 
 void undo_rope(const RopeTable& rope, int64_t position, float* key) {
@@ -140,68 +120,42 @@ void redo_rope(const RopeTable& rope, int64_t position, float* key) {
   }
 }
 
-void quantize_token(const ChannelScales& channels, const float* x, float factor, int16_t* codes,
-                    CodeFaults* faults) {
-  for (size_t d = 0; d < channels.scale.size(); ++d) {
+float token_sum(const float* x, int32_t dims, bool* non_finite) {
+  for (int32_t d = 0; d < dims; ++d) *non_finite |= !is_finite(x[d]);
+  return sum_of_squares(x, dims);
+}
+
+void quantize_one(const ChannelScales& channels, int64_t position, float factor, float* x,
+                  int16_t* codes, CodeFaults* faults) {
+  const size_t dims = channels.scale.size();
+  for (size_t d = 0; d < dims; ++d) faults->non_finite |= !is_finite(x[d]);
+  if (channels.rope != nullptr) undo_rope(*channels.rope, position, x);
+  for (size_t d = 0; d < dims; ++d) {
     const float c = weighted_code(x[d], channels.mean[d], channels.scale[d], factor);
     faults->out_of_range |= !is_code(c);
     codes[d] = is_code(c) ? static_cast<int16_t>(c) : int16_t{0};
   }
 }
 
-void dequantize_token(const ChannelScales& channels, const int16_t* codes, float factor, float* x) {
+void dequantize_one(const ChannelScales& channels, int64_t position, float factor,
+                    const int16_t* codes, float* x) {
   for (size_t d = 0; d < channels.scale.size(); ++d) {
     x[d] = weighted_value(codes[d], channels.mean[d], channels.scale[d], factor);
   }
+  if (channels.rope != nullptr) redo_rope(*channels.rope, position, x);
 }
 
 Status token_exponents(Component component, const WeightedTokens& tokens, int32_t head_dim,
                        const int8_t* importance, int8_t* exponents) {
-  if (Status s = check_importance(tokens, head_dim, importance); !s) return s;
-  CodeFaults faults;
-  for (int32_t t = 0; t < tokens.tokens; ++t) {
-    int32_t e = importance == nullptr ? 0 : importance[t];
-    if (component == Component::kValue) {
-      const float* x = tokens.x + int64_t{t} * head_dim;
-      for (int32_t d = 0; d < head_dim; ++d) faults.non_finite |= !is_finite(x[d]);
-      e = value_exponent(sum_of_squares(x, head_dim), head_dim, e);
-    }
-    exponents[t] = static_cast<int8_t>(e);
-  }
-  return faults.status();
+  return find_token_exponents(component, tokens, head_dim, importance, exponents, token_sum);
 }
-
 Status quantize_weighted(const WeightedRow& row, Component component, const WeightedTokens& tokens,
                          const int8_t* exponents, int16_t* codes) {
-  const WeightedSource shape{codes, exponents, tokens.tokens, tokens.first_position};
-  if (Status s = check_weighted_source(row, component, shape, tokens.x); !s) return s;
-  const ChannelScales channels(row, component);
-  std::vector<float> token(static_cast<size_t>(row.head_dim));
-  CodeFaults faults;
-  for (int32_t t = 0; t < tokens.tokens; ++t) {
-    const int64_t at = int64_t{t} * row.head_dim;
-    std::copy_n(tokens.x + at, row.head_dim, token.data());
-    for (const float x : token) faults.non_finite |= !is_finite(x);
-    if (channels.rope != nullptr) {
-      undo_rope(*channels.rope, tokens.first_position + t, token.data());
-    }
-    quantize_token(channels, token.data(), exponent_factor(exponents[t]), codes + at, &faults);
-  }
-  return faults.status();
+  return quantize_tokens(row, component, tokens, exponents, codes, quantize_one);
 }
-
 Status dequantize_weighted(const WeightedRow& row, Component component,
                            const WeightedSource& source, float* x) {
-  if (Status s = check_weighted_source(row, component, source, x); !s) return s;
-  const ChannelScales channels(row, component);
-  for (int32_t t = 0; t < source.tokens; ++t) {
-    const int64_t at = int64_t{t} * row.head_dim;
-    dequantize_token(channels, source.codes + at, exponent_factor(source.exponents[t]), x + at);
-    if (channels.rope != nullptr) {
-      redo_rope(*channels.rope, source.first_position + t, x + at);
-    }
-  }
-  return Status::ok();
+  return dequantize_tokens(row, component, source, x, dequantize_one);
 }
 
 }  // namespace reference

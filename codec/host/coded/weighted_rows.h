@@ -5,7 +5,7 @@
 //
 // A caller with a prompt does, for each (layer, kv_head):
 //   1. fit_weighted_row() on the first 256 body tokens: means and steps;
-//   2. importance_exponents() where significances are known;
+//   2. importance_exponent() of each token whose significance is known;
 //   3. token_exponents() and quantize_weighted(): exponents and codes, any number of tokens;
 //   4. a BookBuilder (codec/host/coded/weighted_books.h) over the codes of a layer: the family;
 //   5. encode_weighted_block() (codec/host/coded/weighted_block.h) for every 64 positions.
@@ -37,12 +37,6 @@ struct WeightedRow {
   Status validate() const;
 };
 
-// G of each token, from -8 to 4, of u = (position + 1) * significance * scale, counted from
-// position 0. kNonFinite for a significance or scale that is not finite, kInvalidArgument for a
-// negative one; nothing is written then. significance, exponents: [tokens].
-Status importance_exponents(const float* significance, int32_t tokens, int64_t first_position,
-                            double scale, int8_t* exponents);
-
 // Tokens of one row and component, one after the other: x [tokens, head_dim], keys as the model
 // stores them (after RoPE).
 struct WeightedTokens {
@@ -52,8 +46,8 @@ struct WeightedTokens {
 };
 
 // e of each token. Keys: G. Values: clamp(R + G, -128, 127), -128 for a token of zeros. importance:
-// [tokens] as importance_exponents() writes it; null: 0. kNonFinite for NaN or infinity in values;
-// kInvalidArgument for a G outside -8 to 4.
+// [tokens], G of each; null: 0. kNonFinite for NaN or infinity in values; kInvalidArgument for a G
+// outside -8 to 4.
 Status token_exponents(Component component, const WeightedTokens& tokens, int32_t head_dim,
                        const int8_t* importance, int8_t* exponents);
 

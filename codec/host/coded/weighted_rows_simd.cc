@@ -7,8 +7,6 @@
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
-#include <algorithm>
-
 #include "codec/host/coded/weighted_rows.h"
 #include "codec/host/coded/weighted_rows_checks.h"
 
@@ -18,21 +16,9 @@ namespace HWY_NAMESPACE {
 
 #if HWY_TARGET == HWY_SCALAR || !HWY_NATIVE_FMA
 
-float token_sum(const float* x, int32_t dims, bool* non_finite) {
-  for (int32_t d = 0; d < dims; ++d) *non_finite |= !is_finite(x[d]);
-  return sum_of_squares(x, dims);
-}
-void quantize_one(const ChannelScales& channels, int64_t position, float factor, float* x,
-                  int16_t* codes, CodeFaults* faults) {
-  for (size_t d = 0; d < channels.scale.size(); ++d) faults->non_finite |= !is_finite(x[d]);
-  if (channels.rope != nullptr) reference::undo_rope(*channels.rope, position, x);
-  reference::quantize_token(channels, x, factor, codes, faults);
-}
-void dequantize_one(const ChannelScales& channels, int64_t position, float factor,
-                    const int16_t* codes, float* x) {
-  reference::dequantize_token(channels, codes, factor, x);
-  if (channels.rope != nullptr) reference::redo_rope(*channels.rope, position, x);
-}
+using reference::dequantize_one;
+using reference::quantize_one;
+using reference::token_sum;
 
 #else
 
@@ -190,48 +176,21 @@ HWY_EXPORT(dequantize_one);
 
 Status token_exponents(Component component, const WeightedTokens& tokens, int32_t head_dim,
                        const int8_t* importance, int8_t* exponents) {
-  if (Status s = check_importance(tokens, head_dim, importance); !s) return s;
-  CodeFaults faults;
-  for (int32_t t = 0; t < tokens.tokens; ++t) {
-    int32_t e = importance == nullptr ? 0 : importance[t];
-    if (component == Component::kValue) {
-      const float* x = tokens.x + int64_t{t} * head_dim;
-      const float sum = HWY_DYNAMIC_DISPATCH(token_sum)(x, head_dim, &faults.non_finite);
-      e = value_exponent(sum, head_dim, e);
-    }
-    exponents[t] = static_cast<int8_t>(e);
-  }
-  return faults.status();
+  return find_token_exponents(
+      component, tokens, head_dim, importance, exponents,
+      [](const auto&... of) { return HWY_DYNAMIC_DISPATCH(token_sum)(of...); });
 }
-
 Status quantize_weighted(const WeightedRow& row, Component component, const WeightedTokens& tokens,
                          const int8_t* exponents, int16_t* codes) {
-  const WeightedSource shape{codes, exponents, tokens.tokens, tokens.first_position};
-  if (Status s = check_weighted_source(row, component, shape, tokens.x); !s) return s;
-  const ChannelScales channels(row, component);
-  std::vector<float> token(static_cast<size_t>(row.head_dim));
-  CodeFaults faults;
-  for (int32_t t = 0; t < tokens.tokens; ++t) {
-    const int64_t at = int64_t{t} * row.head_dim;
-    std::copy_n(tokens.x + at, row.head_dim, token.data());
-    HWY_DYNAMIC_DISPATCH(quantize_one)
-    (channels, tokens.first_position + t, exponent_factor(exponents[t]), token.data(), codes + at,
-     &faults);
-  }
-  return faults.status();
+  return quantize_tokens(row, component, tokens, exponents, codes, [](const auto&... of) {
+    return HWY_DYNAMIC_DISPATCH(quantize_one)(of...);
+  });
 }
-
 Status dequantize_weighted(const WeightedRow& row, Component component,
                            const WeightedSource& source, float* x) {
-  if (Status s = check_weighted_source(row, component, source, x); !s) return s;
-  const ChannelScales channels(row, component);
-  for (int32_t t = 0; t < source.tokens; ++t) {
-    const int64_t at = int64_t{t} * row.head_dim;
-    HWY_DYNAMIC_DISPATCH(dequantize_one)
-    (channels, source.first_position + t, exponent_factor(source.exponents[t]), source.codes + at,
-     x + at);
-  }
-  return Status::ok();
+  return dequantize_tokens(row, component, source, x, [](const auto&... of) {
+    return HWY_DYNAMIC_DISPATCH(dequantize_one)(of...);
+  });
 }
 
 }  // namespace tierkv

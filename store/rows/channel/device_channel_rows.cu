@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <utility>
 
 #include "attention/channel/channel_launch.cuh"
 #include "attention/channel/channel_plan.h"

@@ -92,8 +92,7 @@ class AttendedCodedRows : public CodedMemory {
     return s ? bind_attention() : s;
   }
   Status attend(const DeviceAttendBody& body) override {
-    const bool has_books = host_layers_[body.layer].books[0].codebook != nullptr;
-    if (host_->is_raw_layer(body.layer) || !has_books) {
+    if (host_->is_raw_layer(body.layer) || !has_books(body.layer)) {
       return attend_rows(body, AttendedRows::kAllAsRaw);
     }
     bool any_waits = false;

@@ -3,7 +3,18 @@
 // of a layer (means, steps, codebooks), and the kernels in their order.
 #pragma once
 
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/coded/weighted_tables.h"
 #include "store/rows/coded/device_coded_attention.cuh"
+#include "store/rows/coded/device_encode.cuh"
+#include "store/rows/coded/device_places.cuh"
+#include "store/rows/coded/device_tokens.cuh"
 
 namespace tierkv::store {
 
@@ -44,6 +55,7 @@ class PlannedCodedRows : public AttendedCodedRows {
 
   Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     planned_ = host_plan(works);
+    made_.clear();  // those of a call that got no pages
     if (Status s = prepare(works, planned_); !s) return s;
     Result<CodedCall> made = call_of(works, most_blocks(works, planned_));
     if (!made) return made.status();
@@ -79,6 +91,7 @@ class PlannedCodedRows : public AttendedCodedRows {
       Status s = run(RelocateBlocks{call}, rows, RelocateBlocks::kThreads / kWarpLanes);
       if (!s) return s;
     }
+    if (Status s = keep_books(); !s) return s;
     const bool is_loaded = is_one_group(call);
     call.reloads = true;
     Status s = for_groups(call, [&](const CodedCall& of_group) {
@@ -239,6 +252,14 @@ class PlannedCodedRows : public AttendedCodedRows {
     return run(SaveBlocks{*call}, blocks, SaveBlocks::kThreads / kWarpLanes);
   }
 
+  // There are pages for the blocks that were coded with them.
+  Status keep_books() {
+    if (made_.empty()) return Status::ok();
+    for (const auto& [layer, books] : made_) set_books(layer, books);
+    made_.clear();
+    return upload_layers();
+  }
+
   void note(const DeviceWorks& works) {
     for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
       const LayerMove& move = works.moves[e];
@@ -298,8 +319,8 @@ class PlannedCodedRows : public AttendedCodedRows {
       if (Status s = make_tables(move, rows); !s) return s;
     }
     if (!makes_books) return Status::ok();
-    host_->set_books(move.layer, books);
-    const Status uploaded = upload_books(move.layer);
+    const Status uploaded = upload_books(move.layer, books);
+    made_[move.layer] = std::move(books);
     return uploaded ? upload_layers() : uploaded;
   }
 
@@ -357,6 +378,7 @@ class PlannedCodedRows : public AttendedCodedRows {
   std::unique_ptr<DeviceMemory> saved_;  // of the call between plan() and write()
   uint8_t* saved_blocks_ = nullptr;
   HostPlan planned_;
+  std::map<int32_t, LayerBooks> made_;  // by layer: by plan(), until write() keeps them
 };
 
 }  // namespace tierkv::store

@@ -153,8 +153,8 @@ class DeviceCodedRows final : public PlannedCodedRows {
   Status read(const DeviceRead& to) override {
     const int64_t elements = int64_t{to.range.count()} * heads() * head_dim();
     if (Status s = run(ReadRawTokens{device_, to}, elements, 1024); !s) return s;
+    if (!has_books(to.layer)) return Status::ok();
     const DeviceLayer& layer = host_layers_[to.layer];
-    if (layer.books[0].codebook == nullptr) return Status::ok();
     const MakeReadRanges make{device_, to, scratch_.ranges};
     if (Status s = run(make, 2 * heads(), MakeReadRanges::kThreads); !s) return s;
     for (const Component c : {Component::kKey, Component::kValue}) {
@@ -195,7 +195,7 @@ class DeviceCodedRows final : public PlannedCodedRows {
     uint32_t units = 1;
     for (const HostLayer& layer : imported) {
       const DeviceBook* books = host_layers_[layer.layer].books;
-      if (books[0].codebook == nullptr || !host_->is_fixed(layer)) continue;
+      if (!has_books(layer.layer) || !host_->is_fixed(layer)) continue;
       const int32_t count = block_count(layer.at.body_end);
       blocks = most(blocks, count);
       for (int32_t i = 0; i < 2 * heads(); ++i) {

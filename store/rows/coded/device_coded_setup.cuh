@@ -5,22 +5,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
-#include <utility>
 #include <vector>
 
-#include "attention/coded/coded_attention.h"
-#include "attention/coded/weighted_tables.h"
-#include "codec/format/element.h"
+#include "codec/format/weighted_block_format.h"
+#include "codec/format/weighted_step.h"
+#include "codec/gpu/coded/coded_batch.h"
 #include "codec/host/coded/weighted_rows.h"
 #include "gpu/cuda_device.cuh"
 #include "gpu/launch.cuh"
 #include "gpu/pdl.cuh"
 #include "store/rows/coded/coded_rows.h"
 #include "store/rows/coded/device_coded_call.cuh"
-#include "store/rows/coded/device_encode.cuh"
-#include "store/rows/coded/device_places.cuh"
-#include "store/rows/coded/device_tokens.cuh"
 #include "store/rows/device_memory.cuh"
 
 namespace tierkv::store {
@@ -162,9 +157,9 @@ class CodedMemory : public DeviceRowFormat {
     const auto& from = static_cast<const CodedRows&>(host);
     bool any_new = false;
     for (int32_t l = 0; l < layers(); ++l) {
-      if (from.books(l).empty() || host_layers_[l].books[0].codebook != nullptr) continue;
-      if (&from != host_) host_->set_books(l, from.books(l));
-      if (Status s = upload_books(l); !s) return s;
+      if (from.books(l).empty() || has_books(l)) continue;
+      if (Status s = upload_books(l, from.books(l)); !s) return s;
+      set_books(l, from.books(l));
       any_new = true;
     }
     if (any_new) {
@@ -321,17 +316,14 @@ class CodedMemory : public DeviceRowFormat {
       if (Status s = memory_.put(rope->place, &layer.rope.place); !s) return s;
       if (Status s = memory_.put(rope->block, &layer.rope.block); !s) return s;
     }
-    for (int32_t l = 0; l < layers(); ++l) {
-      if (!has_books(l)) continue;
-      if (Status s = upload_books(l); !s) return s;
-    }
     return upload_layers();
   }
 
-  Status upload_books(int32_t layer) {
+  // Puts the books of a layer that has none where kernels find them after upload_layers().
+  Status upload_books(int32_t layer, const LayerBooks& books) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       const auto i = static_cast<int32_t>(c);
-      const Codebook& book = host_->books(layer).family(c).books.front();
+      const Codebook& book = books.family(c).books.front();
       const int64_t at = 2 * layer + i;
       DeviceCodebook on_device = device_codebook(book);
       uint32_t* const table = book_tables_ + (at << host_->format().max_length);
@@ -350,8 +342,12 @@ class CodedMemory : public DeviceRowFormat {
       host_books_[at] = on_device;
       host_layers_[layer].books[i] = {books_ + at, book.max_length};
     }
-    host_layers_[layer].is_ready = per_slot_ ? 0 : 1;
     return Status::ok();
+  }
+  // The layer has the books that upload_books() put there; upload_layers() tells the kernels.
+  void set_books(int32_t layer, const LayerBooks& books) {
+    host_->set_books(layer, books);
+    host_layers_[layer].is_ready = per_slot_ ? 0 : 1;
   }
   Status upload_layers() { return upload(device_layers_, host_layers_); }
 

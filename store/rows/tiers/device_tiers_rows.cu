@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "gpu/launch.cuh"
 #include "store/rows/device_memory.cuh"

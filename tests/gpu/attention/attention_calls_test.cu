@@ -8,6 +8,7 @@
 #include "attention/work/plan.h"
 #include "gpu/launch.cuh"
 #include "tests/gpu/attention/attention_world.cuh"
+#include "tests/support/plan_items.h"
 
 namespace tierkv {
 namespace {

@@ -4,6 +4,7 @@
 #include "attention/tiers/config_rows.h"
 #include "attention/work/plan.h"
 #include "tests/gpu/attention/attention_world.cuh"
+#include "tests/support/plan_items.h"
 
 namespace tierkv {
 namespace {

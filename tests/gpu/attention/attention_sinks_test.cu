@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Learned sinks on a GPU: in the attention kernels, and added to finished results.
-#include "attention/core/sinks.h"
+#include "attention/core/merge.h"
 
+#include "codec/format/element.h"
 #include "tests/gpu/attention/attention_world.cuh"
 
 namespace tierkv {
@@ -86,8 +87,8 @@ TEST(Sinks, SmallApplyIsThatOfTheHost) {
     }
     const double unit = is_bfloat16 ? 0x1p-7 : 0x1p-10;
     for (size_t i = 0; i < out.size(); ++i) {
-      const double want = value_of_bits(out[i], dtype);
-      ASSERT_NEAR(value_of_bits(got[i], dtype), want, unit * std::fabs(want) + 0x1p-24) << i;
+      const double want = raw_to_float(dtype, out[i]);
+      ASSERT_NEAR(raw_to_float(dtype, got[i]), want, unit * std::fabs(want) + 0x1p-24) << i;
     }
   }
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention/tiers/grid.h"
+#include "codec/format/element.h"
 #include "gpu/cuda_device.cuh"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/page_world.h"
@@ -132,7 +133,7 @@ class DeviceWorld {
 inline double expect_output(DeviceWorld& device, const ReferenceOutput& expected) {
   std::vector<double> out;
   const DType dtype = device.host.config.dtype;
-  for (const uint16_t x : device.out()) out.push_back(value_of_bits(x, dtype));
+  for (const uint16_t x : device.out()) out.push_back(raw_to_float(dtype, x));
   const double error = relative_error(out, expected.out);
   EXPECT_LT(error, dtype == DType::kBFloat16 ? kBFloat16Tolerance : kTolerance);
   const std::vector<float> lse = device.lse();

@@ -23,7 +23,7 @@ struct DeviceCache {
       : bytes(std::vector<uint8_t>(w.cache.base,
                                    w.cache.base + w.cache.num_blocks * w.cache.block_stride)),
         reflections(w.reflections),
-        errors(kBlockErrors, 0),
+        errors(kEngineErrors, 0),
         cache(w.cache) {
     cache.base = bytes.get();
     if (cache.key_reflection != nullptr) cache.key_reflection = reflections.get();

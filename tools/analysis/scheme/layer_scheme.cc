@@ -6,6 +6,7 @@
 #include "tools/analysis/baselines/baseline_coders.h"
 #include "tools/analysis/baselines/eviction.h"
 #include "tools/analysis/baselines/fse.h"
+#include "tools/analysis/scheme/code_entropy.h"
 #include "tools/analysis/scheme/row_basis.h"
 
 namespace tierkv::analysis {
@@ -71,7 +72,7 @@ Status build_codebook_of(const Scheme& scheme, const LayerData& data, Component 
     if (counts[i] > 0) out->codes[component][low][static_cast<int16_t>(i)] += counts[i];
   }
   if (scheme.coder == Coder::kNone) return Status::ok();
-  out->entropy_bits[component] += histogram.entropy_bits() * static_cast<double>(histogram.total());
+  out->entropy_bits[component] += code_entropy(histogram) * static_cast<double>(histogram.total());
   if (scheme.coder == Coder::kHuffman) {
     Result<Codebook> built = build_codebook(histogram);
     if (!built) return built.status();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "codec/policy/profile.h"
+#include "tierkv/basis.h"
 
 namespace tierkv::analysis {
 

@@ -198,8 +198,7 @@ void add_sizes(const RowCodec& codec, Tally* tally) {
     sum.symbols += codec.coded_symbols(c);
     if (!codec.coding(c, Part::kHigh).stored.is_weighted()) continue;
     const std::vector<uint8_t>& blocks = codec.segment(c, Part::kHigh).data;
-    // The encoder wrote them: their headers agree.
-    (void)add_weighted_stats(blocks.data(), static_cast<int64_t>(blocks.size()), &tally->blocks);
+    tally->blocks.add_blocks(blocks.data(), static_cast<int64_t>(blocks.size()));
   }
 }
 

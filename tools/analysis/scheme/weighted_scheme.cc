@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "codec/host/coded/histogram.h"
+#include "tools/analysis/scheme/code_entropy.h"
+#include "tools/analysis/scheme/importance.h"
 #include "tools/analysis/scheme/layer_scheme.h"
 
 namespace tierkv::analysis {
@@ -119,7 +121,7 @@ Status build_weighted_books(const Scheme& scheme, const LayerData& data, LayerSc
     }
     if (histogram.empty()) continue;
     out->entropy_bits[component] +=
-        histogram.entropy_bits() * static_cast<double>(histogram.total());
+        code_entropy(histogram) * static_cast<double>(histogram.total());
     BookSpec spec;
     spec.books = std::min(scheme.books, heads * dim_block_count(d));
     Result<BookChoice> choice = choose_books(c, d, rows, spec);

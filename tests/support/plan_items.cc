@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention/work/plan.h"
+#include "tests/support/plan_items.h"
 
 #include <algorithm>
 
