@@ -251,14 +251,17 @@ class TKV_API KvStore final {
 
   // A complete sequence as a container (tierkv/container.h), every chunk with a checksum. Equal
   // states give equal bytes. Any store of an equal config but for capacities and memory takes it. A
-  // store on a device keeps pinned host memory for this: kOutOfMemory where it gets none.
+  // store on a device keeps memory for this: on the device the bytes of four layers or of 16 MiB,
+  // in pinned host memory a few MiB, and as much as a sequence takes where the caller's memory is
+  // not pinned. kOutOfMemory where it gets none.
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
-  // The same into memory of the caller, which several threads fill. Fresh memory costs more than
-  // the export: use it again. kBufferTooSmall, with the bytes needed, where the target gives none.
-  // A failure while the memory is filled (kCuda) leaves no sequence there.
+  // The same into memory of the caller. A store on a device writes to pinned memory at the speed of
+  // the link, and through several threads to other memory. Fresh memory costs more than the export:
+  // use it again. kBufferTooSmall, with the bytes needed, where the target gives none. A failure
+  // while the memory is filled (kCuda) leaves no sequence there.
   Status export_sequence(SequenceId sequence, const ExportTarget& target);
-  // kCorrupt, kVersion; kInvalidArgument for bytes of another config or profile; kOutOfPages;
-  // kOutOfMemory as above.
+  // The bytes may be pinned, as above. kCorrupt, kVersion; kInvalidArgument for bytes of another
+  // config or profile; kOutOfPages; kOutOfMemory as above.
   Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size);
 
  private:
