@@ -10,7 +10,6 @@
 #include <cstdio>
 #include <cstring>
 #include <iterator>
-#include <map>
 #include <tuple>
 
 #include "codec/file/container_format.h"
@@ -242,7 +241,7 @@ struct ContainerReader::Impl {
   std::vector<uint8_t> memory;   // which may own it
   uint64_t size = 0;
   std::vector<ChunkEntry> chunks;
-  std::map<ChunkKey, int64_t> index;
+  std::vector<std::pair<ChunkKey, int64_t>> index;  // sorted
 
   Impl(std::string name, const ContainerReadOptions& given, int descriptor)
       : path(std::move(name)), options(given), file(descriptor) {}
@@ -294,7 +293,10 @@ Status ContainerReader::Impl::load() {
     return corrupt("index: checksum does not match");
   }
   if (Status s = load_index(stored, header, &chunks); !s) return s.with_context(path);
-  for (size_t i = 0; i < chunks.size(); ++i) index.emplace(chunks[i].key, static_cast<int64_t>(i));
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    index.emplace_back(chunks[i].key, static_cast<int64_t>(i));
+  }
+  std::sort(index.begin(), index.end());
   return Status::ok();
 }
 
@@ -345,8 +347,9 @@ const std::vector<ChunkEntry>& ContainerReader::chunks() const {
 }
 
 int64_t ContainerReader::find(const ChunkKey& key) const {
-  const auto found = impl_->index.find(key);
-  return found == impl_->index.end() ? -1 : found->second;
+  const std::pair<ChunkKey, int64_t> first = {key, 0};
+  const auto found = std::lower_bound(impl_->index.begin(), impl_->index.end(), first);
+  return found == impl_->index.end() || found->first != key ? -1 : found->second;
 }
 
 Status ContainerReader::read(int64_t chunk, std::vector<uint8_t>* payload) const {

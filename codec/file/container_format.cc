@@ -134,7 +134,7 @@ Status load_index(const std::vector<uint8_t>& bytes, const ContainerHeader& head
   std::vector<ChunkKey> keys;
   uint64_t next = kContainerHeaderBytes;
   for (uint32_t i = 0; i < header.chunk_count; ++i) {
-    const std::string where = "index entry " + std::to_string(i) + ": ";
+    const auto where = [&] { return "index entry " + std::to_string(i) + ": "; };
     ChunkEntry c;
     c.key.kind = static_cast<ChunkKind>(r.u16());
     const uint16_t flags = r.u16();
@@ -150,17 +150,17 @@ Status load_index(const std::vector<uint8_t>& bytes, const ContainerHeader& head
     c.bytes = r.u64();
     c.checksum = r.u64();
     if (!reserved_clear && header.minor <= kContainerMinor) {
-      return corrupt(where + "reserved bits are not zero");
+      return corrupt(where() + "reserved bits are not zero");
     }
     if (c.offset != next || c.bytes > header.index_offset - next ||
         align_chunk(c.bytes) > header.index_offset - next) {
-      return corrupt(where + to_string(c.key) + " does not follow the chunk before it");
+      return corrupt(where() + to_string(c.key) + " does not follow the chunk before it");
     }
     next += align_chunk(c.bytes);
     if (is_known(c.key.kind)) {
       keys.push_back(c.key);
     } else if (!c.optional) {
-      return unsupported(where + to_string(c.key) +
+      return unsupported(where() + to_string(c.key) +
                          " is needed to read the file and not known to "
                          "this build");
     }

@@ -164,7 +164,8 @@ class CodedRows final : public RowFormat {
   // coded_transfer.cc
   // `books`: of the layer where it is fixed, those of the sequence.
   Status import_layer(const ImportWork& work, LayerBooks* books, LayerDraft* draft) const;
-  Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft) const;
+  Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft,
+                    std::vector<WeightedRow>* rows) const;
   // Of a body before its blocks.
   int64_t head_bytes(bool fixed, int32_t blocks) const;
   // But for its values.

@@ -84,7 +84,8 @@ ExportedBody CodedRows::export_body(const HostLayer& layer, int32_t kv_head) con
 }
 
 // State of the row, and where its blocks are in the bytes.
-Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft) const {
+Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft,
+                             std::vector<WeightedRow>* rows) const {
   ByteReader in(work.bodies[kv_head].data(), work.bodies[kv_head].size());
   const uint32_t fixed = in.u32();
   if (kv_head == 0) draft->fixed = fixed == 1;
@@ -99,8 +100,8 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
     state.value_step = in.f32();
     if (in.u64() != 0) return corrupt("its steps are impossible");
     for (uint16_t& x : means) x = in.u16();
-    Status s = row_of(work.layer.layer, kv_head, state, means.data()).validate();
-    if (!s) return corrupt(s.message());
+    rows->push_back(row_of(work.layer.layer, kv_head, state, means.data()));
+    if (Status s = rows->back().validate(); !s) return corrupt(s.message());
   }
   draft->rows.push_back(state);
   draft->means.push_back(means);
@@ -108,13 +109,14 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
       least(int64_t{shape_.page_units},
             most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens)) / kUnitBytes);
   const int32_t count = 2 * draft->end_block, padded = static_cast<int32_t>(round_up(count, 4));
-  std::vector<uint32_t> units(padded);
-  for (uint32_t& x : units) x = in.u32();
+  const uint8_t* const units = in.take(size_t{4} * padded);
+  if (units == nullptr) return corrupt("it ends too early");
   for (int32_t i = 0; i < padded; ++i) {
-    if (!in.ok() || (units[i] == 0) != (i >= count)) return corrupt("a block is empty");
-    if (i >= count) break;
-    if (units[i] > most_units) return corrupt("a block is too long");
-    const size_t bytes = size_t{units[i]} * kUnitBytes;
+    const uint32_t size = load_u32(units + size_t{4} * i);
+    if ((size == 0) != (i >= count)) return corrupt("a block is empty");
+    if (i >= count) continue;
+    if (size > most_units) return corrupt("a block is too long");
+    const size_t bytes = size_t{size} * kUnitBytes;
     const uint8_t* from = in.take(bytes);
     if (from == nullptr) return corrupt("it ends too early");
     // In the order of the pages.
@@ -143,8 +145,9 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
   const int32_t layer = work.layer.layer, heads = shape_.num_kv_heads;
   draft->end_block = block_count(work.body_end);
   draft->brought.resize(size_t{2} * draft->end_block * heads);
+  std::vector<WeightedRow> rows;
   for (int32_t h = 0; h < heads; ++h) {
-    Status s = import_row(work, h, draft);
+    Status s = import_row(work, h, draft, &rows);
     if (!s) return s.with_context("kv_head " + std::to_string(h));
   }
   const bool raw = is_raw_layer(layer);
@@ -160,12 +163,8 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
     if (!parsed) return parsed.status();
     *theirs = std::move(*parsed);
   }
-  std::vector<WeightedRow> rows;
   std::vector<uint8_t> tame;
-  for (int32_t h = 0; draft->fixed && h < heads; ++h) {
-    rows.push_back(row_of(layer, h, draft->rows[h], draft->means[h].data()));
-    tame.push_back(is_tame(rows[h]));
-  }
+  for (const WeightedRow& row : rows) tame.push_back(is_tame(row));
   // The caller may decode with books that the store has, and with no others.
   const bool decodes =
       !work.decodes_later || !is_held || std::count(tame.begin(), tame.end(), 0) > 0;

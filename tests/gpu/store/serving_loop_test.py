@@ -102,6 +102,22 @@ class ServingLoop(unittest.TestCase):
                 found.append(int(dense.tokens[0]))
         self.assertGreaterEqual(self.common(stored, [found]), COMMON, f"seed {SEED}")
 
+    def test_sequences_move_through_memory_of_the_caller(self):
+        prompt = self.prompts((400,))[0]
+        with torch.no_grad():
+            for format in ("raw", "small", "fast", "channel"):
+                cache = self.store_cache(format, 2)
+                cache.prompt(0, prompt)
+                store = cache.store
+                data = store.export_sequence(cache.ids[0])
+                room = torch.zeros(len(data) + 16, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+                self.assertEqual(store.export_sequence(cache.ids[0], out=room), len(data))
+                self.assertEqual(bytes(room[:-16].numpy()), data, f"{format}, seed {SEED}")
+                store.release(cache.ids[1])
+                cache.ids[1] = store.import_sequence(room[:-16])
+                self.assertEqual(store.export_sequence(cache.ids[1]), data, f"{format}, seed {SEED}")
+                cache.close()
+
     def test_a_full_pool_preempts(self):
         slots, time = 8, [0.0]
         requests = poisson_trace(0, 12, SEED, Lengths(300, spread=0.1, most=400), Lengths(120, spread=0), SHAPE.vocabulary)
