@@ -392,16 +392,17 @@ class KvStore:
         `out`: a writable array or CPU tensor of uint8 that takes them, whose bytes are counted in the result; BufferTooSmallError where it has too few. A store on a GPU
         writes to pinned memory (torch.empty(..., pin_memory=True)) at the speed of the link, to other memory by a copy."""
         buffer = lib.Buffer()
-        with self._lock:
-            if out is not None:
-                to = _bytes_of(out, "out")
-                if not to.flags.writeable:
-                    raise InvalidArgumentError("out: not writable")
-                buffer.data, buffer.capacity = pointer(to), to.size
+        if out is not None:
+            to = _bytes_of(out, "out")
+            if not to.flags.writeable:
+                raise InvalidArgumentError("out: not writable")
+            buffer.data, buffer.capacity = pointer(to), to.size
+            with self._lock:
                 lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
-                return buffer.size
-            # Nearly always enough, so that the store makes the bytes once.
-            size = self.bytes_held(sequence) + (1 << 20)
+            return buffer.size
+        # Nearly always enough, so that the store makes the bytes once.
+        size = self.bytes_held(sequence) + (1 << 20)
+        with self._lock:
             while True:
                 new: Array = np.empty(size, np.uint8)
                 buffer.data, buffer.capacity = pointer(new), new.size

@@ -93,14 +93,16 @@ class ServingLoop(unittest.TestCase):
             dense.fill(*(torch.stack(x) for x in zip(*kv)), len(prompt))
             dense.tokens.copy_(logits.argmax(-1))
             found = [int(dense.tokens[0])]
-            for _ in range(STEPS):
+            for token in stored[0][:STEPS]:
+                dense.tokens.fill_(token)  # which may differ where two are nearly as likely
                 # Room for one token more: a dense cache reads all of its positions.
                 for name in ("keys", "values"):
                     x = getattr(dense, name)
                     setattr(dense, name, torch.cat((x, x[:, :, :, :1]), 3))
                 dense.run()
                 found.append(int(dense.tokens[0]))
-        self.assertGreaterEqual(self.common(stored, [found]), COMMON, f"seed {SEED}")
+        alike = sum(s == t for s, t in zip(stored[0], found)) / len(found)
+        self.assertGreaterEqual(alike, COMMON, f"seed {SEED}")
 
     def test_sequences_move_through_memory_of_the_caller(self):
         prompt = self.prompts((400,))[0]
