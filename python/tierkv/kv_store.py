@@ -399,7 +399,7 @@ class KvStore:
             buffer.data, buffer.capacity = pointer(to), to.size
             with self._lock:
                 lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
-            return buffer.size
+            return int(buffer.size)
         # Nearly always enough, so that the store makes the bytes once.
         size = self.bytes_held(sequence) + (1 << 20)
         with self._lock:
