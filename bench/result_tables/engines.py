@@ -20,7 +20,7 @@ def kv_store():
     median = {m["name"]: m["median_us"] for m in r["results"]}
 
     def of_link(name):
-        one_copy = median.get(name.replace(",", " as one pinned copy,", 1))
+        one_copy = median.get(name.removesuffix(", pinned memory").replace(",", " as one pinned copy,", 1))
         return f", {100 * one_copy / median[name]:.0f} % of one pinned copy's speed" if one_copy else ""
 
     rows = [[m["name"], m["shape"], f"{m['median_us']:.0f} [{m['p10_us']:.0f}, {m['p90_us']:.0f}]{of_link(m['name'])}"] for m in r["results"]
