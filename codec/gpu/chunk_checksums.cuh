@@ -28,10 +28,10 @@ struct ChecksumChunk {
 };
 
 struct ChecksumCall {
-  const uint8_t* bytes = nullptr;           // aligned to 16
-  const ChecksumChunk* chunks = nullptr;    // [count]
-  uint64_t* sums = nullptr;                 // [blocks][kChecksumLanes]
-  uint64_t* checksums = nullptr;            // [count]; 0 of a chunk that is_short()
+  const uint8_t* bytes = nullptr;         // aligned to 16
+  const ChecksumChunk* chunks = nullptr;  // [count]
+  uint64_t* sums = nullptr;               // [blocks][kChecksumLanes]
+  uint64_t* checksums = nullptr;          // [count]; 0 of a chunk that is_short()
   Xxh3Keys keys;
 };
 
@@ -56,13 +56,13 @@ inline __global__ void __launch_bounds__(32 * kChecksumWarps)
   const auto step = static_cast<int64_t>(gridDim.x) * kChecksumWarps;
   for (int64_t b = static_cast<int64_t>(blockIdx.x) * kChecksumWarps + warp; b <= full; b += step) {
     const int64_t at = b * kChecksumBlock;
-    const auto stripes = static_cast<int32_t>(
-        b < full ? kChecksumBlock / kChecksumStripe : (chunk.bytes - 1 - at) / kChecksumStripe);
+    const auto stripes = static_cast<int32_t>(b < full ? kChecksumBlock / kChecksumStripe
+                                                       : (chunk.bytes - 1 - at) / kChecksumStripe);
     uint64_t sum[2] = {0, 0};
     for (int32_t half = 0; half < 2; ++half) {
       if (stripe + 8 * half >= stripes) continue;
-      const uint4 x = *reinterpret_cast<const uint4*>(c.bytes + chunk.first + at + 512 * half +
-                                                      16 * lane);
+      const uint4 x =
+          *reinterpret_cast<const uint4*>(c.bytes + chunk.first + at + 512 * half + 16 * lane);
       const uint64_t low = x.x | static_cast<uint64_t>(x.y) << 32;
       const uint64_t high = x.z | static_cast<uint64_t>(x.w) << 32;
       sum[0] += multiply_parts(low ^ keys[half][0]) + high;

@@ -169,9 +169,9 @@ Result<std::vector<HostPlace::LayerImport>> HostPlace::plan_imports(int32_t slot
     }
     imports[l].layer = layer_of({slot, layer, {}, {}});
     std::memset(imports[l].layer.state, 0, layout_.layer_bytes - layout_.raw_bytes);
-    Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(
-        {{imports[l].layer, at.body_end, parts.shared[l],
-          std::span(parts.bodies).subspan(l * heads, heads), decodes_later}});
+    Result<std::unique_ptr<BodyPlan>> plan =
+        format_->plan_import({{imports[l].layer, at.body_end, parts.shared[l],
+                               std::span(parts.bodies).subspan(l * heads, heads), decodes_later}});
     if (plan) imports[l].plan = std::move(*plan);
     return plan.status();
   };
@@ -221,9 +221,8 @@ Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
       plans.push_back(import.plan->layers[0]);
     }
     if (Status s = take_pages(layers, plans); !s) return s;
-    return try_parallel_for(
-        config_.layout.num_layers, threads_of(config_.layout, parts.layers[0]),
-        [&](int64_t l) { return bring(imports[l].layer, *imports[l].plan); });
+    return try_parallel_for(config_.layout.num_layers, threads_of(config_.layout, parts.layers[0]),
+                            [&](int64_t l) { return bring(imports[l].layer, *imports[l].plan); });
   };
   const Result<std::vector<LayerImport>> imports = plan_imports(slot, parts, false);
   Status s = imports ? bring_all(*imports) : imports.status();

@@ -108,8 +108,8 @@ Status DevicePlace::open_mirror() {
     if (!format) return format.status();
     const Result<PinnedMemory> slot = pinned_memory(layout_.slot_bytes);
     if (!slot) return slot.status();
-    Result<std::unique_ptr<HostPlace>> mirror = HostPlace::make_mirror(
-        config_, layout_, std::move(*format), *slot, view_.pages.base);
+    Result<std::unique_ptr<HostPlace>> mirror =
+        HostPlace::make_mirror(config_, layout_, std::move(*format), *slot, view_.pages.base);
     if (!mirror) return mirror.status();
     mirror_ = std::move(*mirror);
   }
@@ -131,12 +131,12 @@ Status DevicePlace::copy_tables(int32_t slot) const {
 
 Status DevicePlace::copy_states(int32_t slot, bool comes) const {
   const auto pitch = static_cast<size_t>(layout_.layer_bytes);
-  uint8_t *const there = view_.slots.state(slot, 0),
-           *const here = mirror_->slot_memory() + layout_.raw_bytes;
-  const cudaError_t error = cudaMemcpy2DAsync(
-      comes ? there : here, pitch, comes ? here : there, pitch,
-      pitch - static_cast<size_t>(layout_.raw_bytes), config_.layout.num_layers, cudaMemcpyDefault,
-      stream_);
+  uint8_t *const there = view_.slots.state(slot, 0), *const here =
+                                                         mirror_->slot_memory() + layout_.raw_bytes;
+  const cudaError_t error =
+      cudaMemcpy2DAsync(comes ? there : here, pitch, comes ? here : there, pitch,
+                        pitch - static_cast<size_t>(layout_.raw_bytes), config_.layout.num_layers,
+                        cudaMemcpyDefault, stream_);
   return cuda_status(error, "states");
 }
 
@@ -184,8 +184,8 @@ Status DevicePlace::send_layers(int32_t slot, const LayerMoves& layers,
   }
   if (pinned != parts[0]) {
     const OnDevice on_device;
-    Status s = try_parallel_for(
-        static_cast<int64_t>(parts.size()), threads_for(bytes), [&](int64_t part) {
+    Status s =
+        try_parallel_for(static_cast<int64_t>(parts.size()), threads_for(bytes), [&](int64_t part) {
           const auto layer = static_cast<int32_t>(part / (2 * heads));
           if (Status arrived = on_device([&] { return link_->wait_for(layer); }); !arrived) {
             return arrived;
@@ -215,8 +215,7 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   if (Status s = open_mirror(); !s) return s;
   Incoming from;
   if (Status s = begin_receiving(parts, &from); !s) return s;
-  const Result<std::vector<HostPlace::LayerImport>> imports =
-      mirror_->plan_imports(0, parts, true);
+  const Result<std::vector<HostPlace::LayerImport>> imports = mirror_->plan_imports(0, parts, true);
   if (!imports) return imports.status();
   std::vector<LayerPlan> plans;
   for (const HostPlace::LayerImport& import : *imports) plans.push_back(import.plan->layers[0]);
@@ -263,8 +262,7 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
   std::vector<uint8_t> is_there(num_layers);
   int64_t next = 0;
   Status s = try_parallel_for(num_layers, threads, [&](int64_t layer) {
-    PageRanges placed =
-        mirror_->format()->place_import(imports[layer].layer, *imports[layer].plan);
+    PageRanges placed = mirror_->format()->place_import(imports[layer].layer, *imports[layer].plan);
     const uint8_t* const bytes = parts.raw[layer * heads].data();
     const int64_t size = padded_bytes(sizes.subspan(2 * layer * heads, 2 * heads));
     if (!from.is_direct) std::copy_n(bytes, size, from.pinned + (bytes - first));

@@ -28,8 +28,8 @@ struct LinkRaw {
   RawLayout raw;
   TokenLaws laws;
   LayerTokens at;
-  uint8_t* rows = nullptr;   // the raw rows of the layer
-  uint8_t* bytes = nullptr;  // the layer's parts
+  uint8_t* rows = nullptr;               // the raw rows of the layer
+  uint8_t* bytes = nullptr;              // the layer's parts
   const ChecksumChunk* parts = nullptr;  // [2 * num_kv_heads], mapped host memory
   int32_t layer = 0;
   bool comes = false;  // parts to rows
@@ -96,7 +96,8 @@ inline __global__ void __launch_bounds__(kLinkThreads)
     *(c.comes ? held : sent) = x;
     is_finite_all &= is_finite_half(x);
   }
-  auto* const scores = reinterpret_cast<RawScore*>(part + static_cast<int64_t>(sinks + ring) * 4 * dim);
+  auto* const scores =
+      reinterpret_cast<RawScore*>(part + static_cast<int64_t>(sinks + ring) * 4 * dim);
   for (int32_t i = thread; i < ring; i += step) {
     auto* const held = reinterpret_cast<RawScore*>(row + c.raw.score_byte(first + i));
     const RawScore score = c.comes ? scores[i] : *held;

@@ -215,7 +215,8 @@ Status SequenceLink::add_ranges(const PageRanges& ranges) {
 Status SequenceLink::move_layers() const {
   const auto heads = static_cast<uint32_t>(view_.num_kv_heads);
   for (const Move& move : moves_) {
-    const int64_t tokens = sink_count(view_.laws, move.raw.at) + ring_count(view_.laws, move.raw.at);
+    const int64_t tokens =
+        sink_count(view_.laws, move.raw.at) + ring_count(view_.laws, move.raw.at);
     constexpr int64_t kOfThread = 16, kMostCtas = 256;
     const int64_t ctas =
         std::min(kMostCtas, tokens * 2 * view_.raw.head_dim / (kOfThread * kLinkThreads) + 1);
@@ -276,8 +277,8 @@ Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const Exported
   return add_ranges(ranges);
 }
 
-Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from,
-                             PageRanges ranges, bool can_prune) {
+Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
+                             bool can_prune) {
   const Result<uint8_t*> to = join(slot, at);
   if (!to) return to.status();
   moves_.back().raw.can_prune = can_prune;
@@ -311,8 +312,8 @@ Status SequenceLink::copy_group(int32_t group) {
                           static_cast<size_t>(of.bytes),
                           comes_ ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, copies_);
   if (Status s = cuda_status(error, "link"); !s) return s;
-  return cuda_status(
-      cudaEventRecord(event_of(comes_ ? between_[group] : done_[group]), copies_), "link");
+  return cuda_status(cudaEventRecord(event_of(comes_ ? between_[group] : done_[group]), copies_),
+                     "link");
 }
 
 Status SequenceLink::enqueue_group() {

@@ -34,7 +34,8 @@ class SequenceLink {
 
   // Before the layers of a sequence, which then come in their order. part_bytes: of all its parts
   // (SequenceSource), which lie one behind the other in pinned memory. is_there: that memory holds
-  // what comes already, and keeps it until finish(). Waits for what was before. kOutOfMemory, kCuda.
+  // what comes already, and keeps it until finish(). Waits for what was before. kOutOfMemory,
+  // kCuda.
   Status begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes, bool is_there);
   // Pinned memory of that size that stays until begin(): what other memory goes through.
   Result<uint8_t*> host_memory(int64_t bytes);

@@ -157,8 +157,8 @@ Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
 
 Status DeviceTiersRows::check_imported(const std::vector<HostLayer>& layers, const LayerTokens*) {
   const int64_t rows = int64_t{config_.layout.num_layers} * config_.layout.num_kv_heads;
-  return launch_after_previous(clear_behind_kernel, ctas_of(rows), kTiersThreads, 0, stream_,
-                               view_, codes_, layers[0].slot)
+  return launch_after_previous(clear_behind_kernel, ctas_of(rows), kTiersThreads, 0, stream_, view_,
+                               codes_, layers[0].slot)
       .with_context("tiers that came in");
 }
 
