@@ -152,7 +152,7 @@ Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   SequenceSource source = mirror_->describe(moves);
   source.write = [this, slot = layers[0].slot, moves, sizes = source.part_bytes](
                      const std::vector<uint8_t*>& parts, std::vector<uint64_t>* checksums) {
-    Status s = send_layers(slot, moves, sizes, parts);
+    Status s = without_bad_alloc([&] { return send_layers(slot, moves, sizes, parts); });
     if (!s) (void)link_->finish();
     for (size_t i = 0; s && i < parts.size(); ++i) {
       (*checksums)[i] = checksum_of(static_cast<int64_t>(i), sizes[i], parts[i]);
