@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The store on a device as a whole, its source run on the host: random calls beside the store in
 // host memory, which must leave the same bytes. CUDA's runtime is a stand-in, page operations are
-// the host's, kernels run in the emulator, but that of attention over the bodies of tiers.
+// the host's, kernels run in the emulator, but for that of attention over the pages of tiers.
 #include <cuda_runtime.h>
 
 #include "store/place/device/device_pages.cu"
@@ -9,9 +9,9 @@
 #include "store/place/device/device_setup.cu"
 #include "store/place/device/device_transfer.cu"
 #include "store/place/device/sequence_link.cu"
-#include "store/rows/coded/device_coded_rows.cuh"
+#include "store/rows/coded/device_coded_rows.cu"
+#include "store/rows/device_row_format.cu"
 #include "tests/engine/support/emulated_attention.h"
-#include "tests/engine/support/emulated_rows.h"
 #include "tests/gpu/store/kv_store_twins.cuh"
 
 namespace tierkv {
@@ -35,23 +35,6 @@ Status prompt_significance(const SignificanceCall& p, const float*, float* signi
                            GpuStream) {
   return prompt_significance_host(p, significance);
 }
-
-namespace store {
-
-Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
-                                                                RowFormat* host) {
-  static std::mt19937 rng(1);
-  if (std::holds_alternative<TiersFormat>(config.format)) {
-    return test::emulated_tiers_rows(*static_cast<const TiersRows*>(host), &rng);
-  }
-  if (std::holds_alternative<ChannelFormat>(config.format)) {
-    return test::emulated_channel_rows(config, *static_cast<const ChannelRows*>(host), &rng);
-  }
-  return std::unique_ptr<DeviceRowFormat>(
-      std::make_unique<DeviceCodedRows>(config, static_cast<CodedRows*>(host)));
-}
-
-}  // namespace store
 
 namespace testing {
 namespace {
