@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -86,6 +85,7 @@ class HostPlace final : public Place {
   // What the table rows of a slot hold, [rows_per_sequence].
   std::vector<SideCounts> counts_of(int32_t slot) const;
   Status run(const PageOp& op);  // and the watermark
+  void restore(const LayerMove& move) const;
   void copy_pages(const std::vector<PageCopy>& copies) const;
   const PageCopy* copies_of(const std::vector<PageCopy>& copies, int32_t layer) const;
   Status find_significance(const LayerAppend& call, const LayerMoves& moves,

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "store/engine/tokens.h"
@@ -181,6 +182,11 @@ class RowFormat {
   // The bytes of all layers are there, and sound: what serves all sequences follows.
   virtual void finish_import(const BodyPlan& /*plan*/) {}
 };
+
+// What plan_import() says of a hostile body.
+inline Status corrupt_body(const std::string& why) {
+  return Status(StatusCode::kCorrupt, "body: " + why);
+}
 
 // The config is valid but for what the format itself finds: kInvalidArgument, kUnsupported with the
 // field.

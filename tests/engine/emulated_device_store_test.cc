@@ -10,7 +10,6 @@
 #include "store/place/device/device_transfer.cu"
 #include "store/place/device/sequence_link.cu"
 #include "store/rows/coded/device_coded_rows.cu"
-#include "store/rows/device_row_format.cu"
 #include "tests/engine/support/emulated_attention.h"
 #include "tests/gpu/store/kv_store_twins.cuh"
 

@@ -12,9 +12,6 @@ namespace {
 
 class EmulatedRows : public RandomTest {
  protected:
-  int32_t pick(int32_t least, int32_t most) {
-    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
-  }
   HostTwinMemory memory_;
 };
 

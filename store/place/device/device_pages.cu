@@ -220,7 +220,7 @@ Status DevicePlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
   LayerMoves moves = layers;
   for (LayerMove& move : moves) move.slot = to;
   const DeviceWorks works = works_of(moves, all, 0);
-  format_->forked(from, to);
+  if (Status s = format_->forked(from, to); !s) return s;
   if (Status s = format_->cut(works, copies_); !s) return s;
   return commit(nullptr, true);
 }

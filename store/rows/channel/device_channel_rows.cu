@@ -103,7 +103,6 @@ ChannelCall DeviceChannelRows::call_of(const DeviceWorks& works) const {
 }
 
 Status DeviceChannelRows::count(const DeviceWorks& works, const DeviceRowCounts& counts) const {
-  if (works.entries() == 0) return Status::ok();
   ChannelCall call = call_of(works);
   call.counts = counts;
   return launch_after_previous(count_channel_kernel, ctas_of(call.num_entries), kChannelThreads, 0,
@@ -137,7 +136,6 @@ Status DeviceChannelRows::attend(const DeviceAttendBody& call) {
 }
 
 Status DeviceChannelRows::read(const DeviceRead& call) {
-  if (call.range.count() <= 0) return Status::ok();
   const ChannelRead r = {call, view_, rows_.body(), is_raw(call.layer)};
   const int64_t values =
       int64_t{call.range.count()} * config_.layout.num_kv_heads * config_.layout.head_dim;

@@ -33,8 +33,7 @@ class DeviceTiersRows final : public DeviceRowFormat {
   Status check_imported(const std::vector<HostLayer>& layers, const LayerTokens* counts) override;
 
   // Bodies are cut at any token, so that nothing goes back to the ring.
-  Status restore(const LayerMove&, Positions range) override {
-    if (range.count() <= 0) return Status::ok();
+  Status restore(const LayerMove&, Positions) override {
     return Status(StatusCode::kInvalidArgument, "restore: tiers are cut at every token");
   }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
@@ -111,8 +110,8 @@ Status DeviceTiersRows::launch(Kernel kernel, int64_t warps, const TiersCall& ca
 }
 
 Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& counts) {
+  if (works.most_leaving == 0) return Status::ok();
   const int64_t rows = rows_of(works);
-  if (rows == 0 || works.most_leaving == 0) return Status::ok();
   TiersCall call = call_of(works);
   call.counts = counts;
   if (rows > most_scratch_rows_ || rows * call.scratch.groups_of_row > most_scratch_groups_) {
@@ -128,11 +127,10 @@ Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& co
 }
 
 Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
-  const int64_t rows = rows_of(works);
-  if (rows == 0 || works.most_leaving == 0) return Status::ok();
+  if (works.most_leaving == 0) return Status::ok();
   const TiersCall call = call_of(works);
   if (works.most_leaving <= kMaxStepTokens) {
-    return launch(write_tiers_kernel, rows * works.most_leaving, call, "tiers");
+    return launch(write_tiers_kernel, rows_of(works) * works.most_leaving, call, "tiers");
   }
   const int64_t warps = int64_t{2} * call.num_rows * most_tiles(works.most_leaving);
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
@@ -144,14 +142,12 @@ Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
 }
 
 Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {
-  if (rows_of(works) == 0) return Status::ok();
   TiersCall call = call_of(works);
   call.counts = counts;
   return launch(count_cut_tiers_kernel, rows_of(works), call, "cut of tiers");
 }
 
 Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
-  if (rows_of(works) == 0) return Status::ok();
   return launch(cut_tiers_kernel, rows_of(works), call_of(works), "cut of tiers");
 }
 
@@ -163,7 +159,6 @@ Status DeviceTiersRows::check_imported(const std::vector<HostLayer>& layers, con
 }
 
 Status DeviceTiersRows::read(const DeviceRead& call) {
-  if (call.range.count() <= 0) return Status::ok();
   const TiersRead r = {call, view_, codes_, scratch_.groups,
                        (call.range.end + kGroupPositions - 1) / kGroupPositions};
   const int64_t heads = config_.layout.num_kv_heads, warps = call.range.count() * heads;

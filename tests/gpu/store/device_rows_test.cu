@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Row formats in device memory beside those in host memory, which play the place: the same bytes
 // after every call, and attention over bodies. Memory is managed, so that both see it.
-#include <algorithm>
 #include <vector>
 
 #include "store/rows/device_row_format.h"
@@ -34,12 +33,7 @@ class ManagedMemory final : public TwinMemory {
   std::vector<void*> taken_;
 };
 
-class DeviceRows : public RandomTest {
- protected:
-  int32_t pick(int32_t least, int32_t most) {
-    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
-  }
-};
+class DeviceRows : public RandomTest {};
 
 TEST_F(DeviceRows, TiersAreTheHosts) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
