@@ -103,8 +103,7 @@ Status HostPlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
   if (Status s = run(PageOp::fork({&to, 1}, &from, copies.data(), &report)); !s) return s;
   std::memcpy(slot_bytes(to), slot_bytes(from), static_cast<size_t>(layout_.slot_bytes));
   copy_pages(copies);
-  for (LayerMove move : layers) {
-    move.slot = to;
+  for (const LayerMove& move : layers) {
     format_->relocate(layer_of(move), copies_of(copies, move.layer));
   }
   return Status::ok();
@@ -137,7 +136,7 @@ Status HostPlace::truncate(const LayerMoves& layers) {
   std::vector<SideCounts> counts = counts_of(slot);
   LayerMoves cut;
   for (const LayerMove& move : layers) {
-    if (move.to.body_end == move.from.body_end) continue;
+    if (!move.moves_body()) continue;
     cut.push_back(move);
     const std::vector<SideCounts> left = format_->cut_counts(layer_of(move), move.to.body_end);
     std::copy(left.begin(), left.end(), counts.begin() + move.layer * pages_.rows_per_layer);

@@ -59,9 +59,7 @@ class HostPlace final : public Place {
   const PagesView& pages() const { return pages_; }
   uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror
   RowFormat* format() const { return format_.get(); }
-  // For tests.
   const TokenLaws& laws() const { return layout_.laws; }
-  const RawRows& raw_rows() const { return raw_; }
   HostLayer layer_of(const LayerMove& move) const;
 
  private:

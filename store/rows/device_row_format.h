@@ -81,7 +81,7 @@ struct DeviceWorks {
   // says kOk.
   const OpReport* report = nullptr;
 
-  int32_t entries() const { return count * num_layers; }
+  TKV_HD int32_t entries() const { return count * num_layers; }
   TKV_HD DeviceEntry entry(int32_t e) const {
     const int32_t sequence = e / num_layers;
     return {sequence, slots[sequence], first_layer + e - sequence * num_layers};

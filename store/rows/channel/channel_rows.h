@@ -50,8 +50,8 @@ class ChannelRows final : public RowFormat {
 
  private:
   struct ChannelPlan final : BodyPlan {
-    std::vector<int32_t> first_block, counts;  // [works]: of the blocks of all kv_heads
-    std::vector<std::vector<uint8_t>> blocks;  // [works]: one behind the other, as on pages
+    std::vector<int32_t> first_block, counts;      // [works]: of the blocks of all kv_heads
+    std::vector<std::vector<uint8_t>> blocks;      // [works]: one behind the other, as on pages
     std::vector<std::span<const uint8_t>> bodies;  // of an import: [num_kv_heads]
   };
   bool is_raw(int32_t layer) const { return is_raw_layer_[layer] != 0; }

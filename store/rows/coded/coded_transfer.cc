@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bodies of coded rows as bytes, and back.
 //
-// A body is, little-endian: whether it is fixed (u32); tokens of its geometric mean (i32), their sum
-// of logarithms (i64, units of 2^-24); fixed: steps of keys and values (f32 each), 0 (u64), means
-// (fp16 [head_dim]); of each block the units (u32, not 0) of keys, then of values, and zeros up to a
-// multiple of 16; then of each block as many times 16 bytes of keys, then of values.
+// A body is, little-endian: whether it is fixed (u32); tokens of its geometric mean (i32), their
+// sum of logarithms (i64, units of 2^-24); fixed: steps of keys and values (f32 each), 0 (u64),
+// means (fp16 [head_dim]); of each block the units (u32, not 0) of keys, then of values, and zeros
+// up to a multiple of 16; then of each block as many times 16 bytes of keys, then of values.
 #include <algorithm>
 #include <span>
 #include <string>
@@ -146,9 +146,11 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
   if (draft->fixed && raw) return corrupt_body("a raw layer is fixed");
   if (!draft->fixed && !raw && work.body_end >= kSampleBlocks * kBlockTokens)
     return corrupt_body("it is not fixed");
-  if (draft->fixed == work.shared.empty()) return corrupt_body("codebooks without blocks, or without");
+  if (draft->fixed == work.shared.empty())
+    return corrupt_body("codebooks without blocks, or without");
   const LayerBooks& held = books_[layer];
-  const bool same_books = !draft->fixed || held.empty() || std::ranges::equal(held.bytes, work.shared);
+  const bool same_books =
+      !draft->fixed || held.empty() || std::ranges::equal(held.bytes, work.shared);
   const bool is_held = !held.empty() && same_books;
   if (draft->fixed && !is_held) {
     Result<LayerBooks> parsed = parse_books(format_, config_.layout, work.shared);
@@ -183,7 +185,8 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
     const uint8_t* const bytes[2] = {blocks[0].data(), blocks[1].data()};
     const int64_t size[2] = {static_cast<int64_t>(blocks[0].size()),
                              static_cast<int64_t>(blocks[1].size())};
-    Status s = decode(rows[h], is_held ? held : *theirs, bytes, size, range, &codes, tame[h] ? nullptr : x);
+    Status s = decode(rows[h], is_held ? held : *theirs, bytes, size, range, &codes,
+                      tame[h] ? nullptr : x);
     if (!s) return corrupt_body(s.message());
     const auto count = static_cast<size_t>(range.count()) * shape_.head_dim;
     if (!tame[h] && (!all_finite(values[0], count) || !all_finite(values[1], count))) {

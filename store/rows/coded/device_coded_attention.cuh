@@ -103,12 +103,6 @@ class AttendedCodedRows : public CodedMemory {
     return s && any_waits ? attend_rows(body, AttendedRows::kRaw) : s;
   }
 
- protected:
-  // The directory of kv_head 0 of a (slot, layer).
-  const CodedBlockRef* directory(int32_t slot, int32_t layer, Component c) const {
-    return device_.refs(slot, layer, 0, c);
-  }
-
  private:
   Status bind_attention() {
     if (device_.view.slots.slot_bytes / 8 * config_.max_sequences > INT32_MAX) {
@@ -163,7 +157,7 @@ class AttendedCodedRows : public CodedMemory {
       CodedComponent& of = c == Component::kKey ? call.keys : call.values;
       of.bytes = device_.view.pages.base;
       of.size = device_.pool_bytes;
-      of.blocks = directory(0, layer, c);
+      of.blocks = device_.refs(0, layer, 0, c);
       of.steps = c == Component::kKey ? device_.tables.query_units : device_.tables.value_steps;
     }
     // The directory of values begins behind that of keys.

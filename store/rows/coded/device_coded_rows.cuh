@@ -161,7 +161,7 @@ class DeviceCodedRows final : public PlannedCodedRows {
       WeightedDecode decode;
       decode.bytes = device_.view.pages.base;
       decode.size = device_.pool_bytes;
-      decode.places = reinterpret_cast<const WeightedPlace*>(directory(to.slot, to.layer, c));
+      decode.places = reinterpret_cast<const WeightedPlace*>(device_.refs(to.slot, to.layer, 0, c));
       decode.ranges = scratch_.ranges + (c == Component::kKey ? 0 : heads());
       decode.status = scratch_.status;
       const DeviceRowTables& t = device_.tables;

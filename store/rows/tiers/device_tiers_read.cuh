@@ -9,6 +9,15 @@ namespace tierkv::store {
 
 // ---- cut ----
 
+// The slots of token n of a side and of those behind it, `count` at most, that lie in its tile.
+__device__ __forceinline__ void clear_rest(const TiersPlace& at, int32_t side, int32_t n,
+                                           int32_t count) {
+  if (n % kTileTokens == 0 || count == 0) return;
+  const PageRef page = at.page(side, n);
+  const int32_t slot = n % page.layout->tokens;
+  clear_slots(page, slot, slot + least(kTileTokens - n % kTileTokens, count));
+}
+
 // The counts of a row, of whose tokens those before position `end` stay.
 __device__ __forceinline__ TiersRow cut_row(const TiersPlace& at, int32_t end) {
   TiersRow row = *at.state();
@@ -44,11 +53,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   const TiersRow now = *state, left = cut_row(at, to.body_end);
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
-    const int32_t n = left.tokens[side];
-    if (n % kTileTokens == 0 || n == now.tokens[side]) continue;
-    const PageRef page = at.page(side, n);
-    const int32_t slot = n % page.layout->tokens, in_tile = n % kTileTokens;
-    clear_slots(page, slot, slot + least(kTileTokens - in_tile, now.tokens[side] - n));
+    clear_rest(at, side, left.tokens[side], now.tokens[side] - left.tokens[side]);
   }
   __syncwarp();
   if (lane_index() == 0) *state = left;
@@ -64,11 +69,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   const TiersPlace at(view, codes, slot, layer, row - layer * view.num_kv_heads);
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
-    const int32_t n = at.state()->tokens[side], in_tile = n % kTileTokens;
-    if (in_tile == 0) continue;
-    const PageRef page = at.page(side, n);
-    const int32_t first = n % page.layout->tokens;
-    clear_slots(page, first, first + kTileTokens - in_tile);
+    clear_rest(at, side, at.state()->tokens[side], kTileTokens);
   }
 }
 

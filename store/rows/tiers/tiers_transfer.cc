@@ -193,8 +193,8 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<Impor
   for (int64_t i = 0; i < rows; ++i) {
     const ImportWork& work = works[i / heads];
     const auto h = static_cast<int32_t>(i % heads);
-    const Status row =
-        work.shared.empty() ? import_row(work, h, &plan->rows[i]) : corrupt_body("it has a shared part");
+    const Status row = work.shared.empty() ? import_row(work, h, &plan->rows[i])
+                                           : corrupt_body("it has a shared part");
     if (row) continue;
     return row.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
                             std::to_string(h));
