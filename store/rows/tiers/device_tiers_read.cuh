@@ -18,45 +18,32 @@ __device__ __forceinline__ void clear_rest(const TiersPlace& at, int32_t side, i
   clear_slots(page, slot, slot + least(kTileTokens - n % kTileTokens, count));
 }
 
-// The counts of a row, of whose tokens those before position `end` stay.
-__device__ __forceinline__ TiersRow cut_row(const TiersPlace& at, int32_t end) {
-  TiersRow row = *at.state();
-  const SideTokens left = count_tiers(at.map(), 0, end);
-  for (int32_t side = 0; side < 2; ++side) row.tokens[side] = left.of[side];
-  return row;
-}
-
-// A warp a row.
-__global__ void __launch_bounds__(kTiersThreads)
-    count_cut_tiers_kernel(const __grid_constant__ TiersCall c) {
-  wait_for_previous_kernel();
-  const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
-  if (row >= c.num_rows) return;
-  const LayerTokens to = c.works.to[entry];
-  if (to.body_end >= c.works.from[entry].body_end) return;
-  const TiersPlace at = place_of(c, row);
-  const TiersRow left = cut_row(at, to.body_end);
-  if (lane_index() != 0) return;
-  target_of(c, row) = units_of(at.of_class(), left);
-}
-
-// Likewise. Slots behind the tokens that stay are empty again, as in pages that never held more.
+// A warp a row: what its table row is to hold or, where the tables were cut, its state. Slots
+// behind the tokens that stay are then empty again, as in pages that never held more.
+template <bool kIsCut>
 __global__ void __launch_bounds__(kTiersThreads)
     cut_tiers_kernel(const __grid_constant__ TiersCall c) {
   wait_for_previous_kernel();
   const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
-  if (row >= c.num_rows || !c.works.has_pages()) return;
+  if (row >= c.num_rows || (kIsCut && !c.works.has_pages())) return;
   const LayerTokens to = c.works.to[entry];
   if (to.body_end >= c.works.from[entry].body_end) return;
   const TiersPlace at = place_of(c, row);
-  TiersRow* state = at.state();
-  const TiersRow now = *state, left = cut_row(at, to.body_end);
+  const SideTokens stay = count_tiers(at.map(), 0, to.body_end);
+  const TiersRow now = *at.state();
+  TiersRow left = now;
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
-    clear_rest(at, side, left.tokens[side], now.tokens[side] - left.tokens[side]);
+    left.tokens[side] = stay.of[side];
+    if (kIsCut) clear_rest(at, side, left.tokens[side], now.tokens[side] - left.tokens[side]);
   }
   __syncwarp();
-  if (lane_index() == 0) *state = left;
+  if (lane_index() != 0) return;
+  if (kIsCut) {
+    *at.state() = left;
+  } else {
+    target_of(c, row) = units_of(at.of_class(), left);
+  }
 }
 
 // Slots behind the last tokens of a sequence that came in; a warp a row.

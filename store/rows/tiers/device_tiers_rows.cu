@@ -154,11 +154,11 @@ Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
 Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {
   TiersCall call = call_of(works);
   call.counts = counts;
-  return launch(count_cut_tiers_kernel, rows_of(works), call, "cut of tiers");
+  return launch(cut_tiers_kernel<false>, rows_of(works), call, "cut of tiers");
 }
 
 Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
-  return launch(cut_tiers_kernel, rows_of(works), call_of(works), "cut of tiers");
+  return launch(cut_tiers_kernel<true>, rows_of(works), call_of(works), "cut of tiers");
 }
 
 Status DeviceTiersRows::check_imported(const std::vector<HostLayer>& layers, const LayerTokens*) {
