@@ -5,6 +5,7 @@
 
 #include "tests/engine/support/channel_pages.h"
 #include "tests/engine/support/tiers_pages.h"
+#include "tests/support/emulator/runtime/cuda_runtime.h"
 #include "tests/support/fresh_random.h"
 
 namespace tierkv::store::test {
@@ -12,6 +13,8 @@ namespace {
 
 class EmulatedRows : public RandomTest {
  protected:
+  ~EmulatedRows() override { emulator::multiprocessors = 1; }
+
   HostTwinMemory memory_;
 };
 
@@ -47,6 +50,7 @@ TEST_F(EmulatedRows, TiersAreTheHosts) {
 TEST_F(EmulatedRows, ChannelBlocksAreTheHosts) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
     const StoreConfig config = channel_config(head_dim, pick(0, 1) == 1, &rng_);
+    emulator::multiprocessors = pick(1, 7);
     SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim);
     RowsTwin twin(config, &memory_, make_device_channel_rows, channel_page_bytes, &rng_);
     twin.soak(12, 180, 4);
