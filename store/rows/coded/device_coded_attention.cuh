@@ -88,23 +88,7 @@ class AttendedCodedRows : public CodedMemory {
   using CodedMemory::CodedMemory;
 
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override {
-    Status s = CodedMemory::bind(view, fault, stream);
-    return s ? bind_attention() : s;
-  }
-  Status attend(const DeviceAttendBody& body) override {
-    if (host_->is_raw_layer(body.layer) || !has_books(body.layer)) {
-      return attend_rows(body, AttendedRows::kAllAsRaw);
-    }
-    bool any_waits = false;
-    for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
-      any_waits |= state_of(slot, body.layer).waits;
-    }
-    Status s = attend_rows(body, AttendedRows::kCoded);
-    return s && any_waits ? attend_rows(body, AttendedRows::kRaw) : s;
-  }
-
- private:
-  Status bind_attention() {
+    if (Status s = CodedMemory::bind(view, fault, stream); !s) return s;
     if (device_.view.slots.slot_bytes / 8 * config_.max_sequences > INT32_MAX) {
       return Status(StatusCode::kUnsupported, "coded rows: slots of more than 16 GiB on a device");
     }
@@ -127,7 +111,19 @@ class AttendedCodedRows : public CodedMemory {
     }
     return Status::ok();
   }
+  Status attend(const DeviceAttendBody& body) override {
+    if (host_->is_raw_layer(body.layer) || !has_books(body.layer)) {
+      return attend_rows(body, AttendedRows::kAllAsRaw);
+    }
+    bool any_waits = false;
+    for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
+      any_waits |= state_of(slot, body.layer).waits;
+    }
+    Status s = attend_rows(body, AttendedRows::kCoded);
+    return s && any_waits ? attend_rows(body, AttendedRows::kRaw) : s;
+  }
 
+ private:
   // Layers with the same rotation share its turns.
   Status bind_turns(int32_t layer) {
     WeightedRows& w = weighted_[layer];

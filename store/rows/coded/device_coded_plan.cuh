@@ -226,23 +226,19 @@ class PlannedCodedRows : public AttendedCodedRows {
   }
 
   Status encode_group(const CodedCall& call, bool writes) {
-    return with_head_dim(head_dim(),
-                         [&](auto dim) { return encode_group_of<dim / kWarpLanes>(call, writes); });
-  }
-
-  template <int32_t kPer>
-  Status encode_group_of(const CodedCall& call, bool writes) {
-    using Encode = EncodeCells<kPer>;
-    const int32_t base = Encode::kCallBytes + kEncodeCtaBytes;
-    const int32_t each = encode_warp_bytes(kPer * kWarpLanes, host_->format().max_length);
-    const int32_t half = limits_.shared_bytes / 2 - 1024;
-    const int32_t room = half >= base + each ? half : limits_.shared_bytes;
-    const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
-    const int64_t items = int64_t{2} * call.group.cells * heads();
-    const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1,
-                                             std::max(1, 2 * limits_.sms / call.works.num_layers));
-    const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(call.works.num_layers));
-    return launch(Encode{call, writes}, grid, base + warps * each, warps * kWarpLanes);
+    return with_head_dim(head_dim(), [&](auto dim) {
+      using Encode = EncodeCells<dim / kWarpLanes>;
+      const int32_t base = Encode::kCallBytes + kEncodeCtaBytes;
+      const int32_t each = encode_warp_bytes(dim, host_->format().max_length);
+      const int32_t half = limits_.shared_bytes / 2 - 1024;
+      const int32_t room = half >= base + each ? half : limits_.shared_bytes;
+      const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
+      const int64_t items = int64_t{2} * call.group.cells * heads();
+      const int32_t most_ctas = std::max(1, 2 * limits_.sms / call.works.num_layers);
+      const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1, most_ctas);
+      const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(call.works.num_layers));
+      return launch(Encode{call, writes}, grid, base + warps * each, warps * kWarpLanes);
+    });
   }
 
   // Blocks that write() reads once it has begun to write over them.
