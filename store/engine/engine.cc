@@ -101,9 +101,9 @@ Result<SequenceId> KvStore::fork(SequenceId source) {
   const Result<int32_t> to = engine_->sequences.free_slot();
   if (!to) return to.status();
   store::LayerMoves layers = engine_->sequences.layers_of(*from);
+  for (store::LayerMove& move : layers) move.slot = *to;
   if (Status s = engine_->place->fork(*from, *to, layers); !s) return s;
   const SequenceId id = engine_->sequences.claim(*to);
-  for (store::LayerMove& move : layers) move.slot = *to;
   engine_->sequences.commit(layers);
   engine_->sequences.set_tokens(*to, engine_->sequences.tokens(*from));
   return id;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/engine/sequences.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "codec/format/element.h"

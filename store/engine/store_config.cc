@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a config must satisfy, and what follows from it.
-#include <algorithm>
 #include <string>
 
 #include "codec/policy/profile.h"

@@ -103,66 +103,60 @@ Status HostPlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
   if (Status s = run(PageOp::fork({&to, 1}, &from, copies.data(), &report)); !s) return s;
   std::memcpy(slot_bytes(to), slot_bytes(from), static_cast<size_t>(layout_.slot_bytes));
   copy_pages(copies);
-  for (LayerMove move : layers) {
-    move.slot = to;
+  for (const LayerMove& move : layers) {
     format_->relocate(layer_of(move), copies_of(copies, move.layer));
   }
   return Status::ok();
 }
 
-Status HostPlace::truncate(const LayerMoves& layers) {
-  const int32_t slot = layers[0].slot, heads = config_.layout.num_kv_heads;
-  const int32_t dim = config_.layout.head_dim;
-  struct Restored {
-    std::vector<float> k, v;
-    std::vector<RawScore> scores;
-  };
-  std::vector<Restored> restored;  // [layers that are cut][kv_heads]
-  std::vector<SideCounts> counts = counts_of(slot);
-  for (const LayerMove& move : layers) {
-    if (move.to.body_end == move.from.body_end) continue;
-    const HostLayer layer = layer_of(move);
-    const std::vector<SideCounts> cut = format_->cut_counts(layer, move.to.body_end);
-    std::copy(cut.begin(), cut.end(), counts.begin() + move.layer * pages_.rows_per_layer);
-    const int32_t first = std::min(ring_first(layout_.laws, move.to), move.to.tokens);
-    const int32_t end = move.to.tokens;
-    for (int32_t h = 0; h < heads; ++h) {
-      Restored row;
-      row.k.resize(int64_t{end - first} * dim);
-      row.v.resize(row.k.size());
-      row.scores.resize(end - first);
-      if (first < end) {
-        format_->read(layer, h, first, end, row.k.data(), row.v.data(), nullptr);
-        format_->read_decided(layer, h, first, end, row.scores.data());
+// What is behind the cut goes back to the ring, whose tokens all go.
+void HostPlace::restore(const LayerMove& move) const {
+  const int32_t end = move.to.tokens, first = std::min(ring_first(layout_.laws, move.to), end);
+  const int32_t count = end - first, dim = config_.layout.head_dim;
+  std::vector<float> k(int64_t{count} * dim), v(k.size());
+  std::vector<RawScore> scores(count);
+  std::vector<uint16_t> token(dim);
+  for (int32_t h = 0; count > 0 && h < config_.layout.num_kv_heads; ++h) {
+    format_->read(layer_of(move), h, first, end, k.data(), v.data(), nullptr);
+    format_->read_decided(layer_of(move), h, first, end, scores.data());
+    for (int32_t p = first; p < end; ++p) {
+      for (const Component c : {Component::kKey, Component::kValue}) {
+        const float* x = (c == Component::kKey ? k : v).data() + int64_t{p - first} * dim;
+        std::transform(x, x + dim, token.begin(),
+                       [](float value) { return float_to_half(saturate_to_half_range(value)); });
+        write_raw(raw_, raw_row(move, h), c, p, token.data());
       }
-      restored.push_back(std::move(row));
+      write_score(raw_, raw_row(move, h), p, scores[p - first]);
     }
   }
+}
+
+Status HostPlace::truncate(const LayerMoves& layers) {
+  const int32_t slot = layers[0].slot;
+  std::vector<SideCounts> counts = counts_of(slot);
+  LayerMoves cut;
+  for (const LayerMove& move : layers) {
+    if (!move.moves_body()) continue;
+    cut.push_back(move);
+    const std::vector<SideCounts> left = format_->cut_counts(layer_of(move), move.to.body_end);
+    std::copy(left.begin(), left.end(), counts.begin() + move.layer * pages_.rows_per_layer);
+  }
+  int64_t exchanged = 0;
+  for (size_t r = 0; r < counts.size(); ++r) {
+    const int32_t row = pages_.row(slot, 0, static_cast<int32_t>(r));
+    exchanged += page_demand(pages_.allocator, row, counts[r], counts[r]).exchanged;
+  }
+  if (Status s = require_pages(exchanged); !s) return s;
+  for (const LayerMove& move : cut) restore(move);
   std::vector<PageCopy> copies(counts.size() * kMaxSides);
   OpReport report;
   if (Status s = run(PageOp::truncate({&slot, 1}, counts.data(), copies.data(), &report)); !s) {
     return s;
   }
   copy_pages(copies);
-  size_t next = 0;
-  for (const LayerMove& move : layers) {
-    if (move.to.body_end == move.from.body_end) continue;
+  for (const LayerMove& move : cut) {
     format_->cut(layer_of(move), move.to.body_end);
     format_->relocate(layer_of(move), copies_of(copies, move.layer));
-    const int32_t first = std::min(ring_first(layout_.laws, move.to), move.to.tokens);
-    std::vector<uint16_t> token(dim);
-    for (int32_t h = 0; h < heads; ++h, ++next) {
-      for (int32_t p = first; p < move.to.tokens; ++p) {
-        for (const Component c : {Component::kKey, Component::kValue}) {
-          const std::vector<float>& x = c == Component::kKey ? restored[next].k : restored[next].v;
-          for (int32_t d = 0; d < dim; ++d) {
-            token[d] = float_to_half(saturate_to_half_range(x[int64_t{p - first} * dim + d]));
-          }
-          write_raw(raw_, raw_row(move, h), c, p, token.data());
-        }
-        write_score(raw_, raw_row(move, h), p, restored[next].scores[p - first]);
-      }
-    }
   }
   return Status::ok();
 }

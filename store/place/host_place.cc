@@ -122,7 +122,7 @@ Status HostPlace::compress(const LayerMoves& moves, int32_t /*tokens*/) {
   tokens.reserve(moves.size());
   std::vector<BodyWork> works;
   for (const LayerMove& move : moves) {
-    if (move.to.body_end == move.from.body_end) continue;
+    if (!move.moves_body()) continue;
     const HostLayer layer = layer_of(move);
     tokens.emplace_back(raw_, layer.raw, move.from, nullptr);
     works.push_back({layer, move.to.body_end, &tokens.back()});

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -60,9 +59,7 @@ class HostPlace final : public Place {
   const PagesView& pages() const { return pages_; }
   uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror
   RowFormat* format() const { return format_.get(); }
-  // For tests.
   const TokenLaws& laws() const { return layout_.laws; }
-  const RawRows& raw_rows() const { return raw_; }
   HostLayer layer_of(const LayerMove& move) const;
 
  private:
@@ -86,6 +83,7 @@ class HostPlace final : public Place {
   // What the table rows of a slot hold, [rows_per_sequence].
   std::vector<SideCounts> counts_of(int32_t slot) const;
   Status run(const PageOp& op);  // and the watermark
+  void restore(const LayerMove& move) const;
   void copy_pages(const std::vector<PageCopy>& copies) const;
   const PageCopy* copies_of(const std::vector<PageCopy>& copies, int32_t layer) const;
   Status find_significance(const LayerAppend& call, const LayerMoves& moves,

@@ -6,6 +6,7 @@
 // Calls that fail have changed nothing. What a device finds out late take_status() tells.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <new>
@@ -23,8 +24,13 @@ namespace tierkv::store {
 struct LayerMove {
   int32_t slot = 0, layer = 0;
   LayerTokens from, to;
+
+  bool moves_body() const { return to.body_end != from.body_end; }
 };
 using LayerMoves = std::vector<LayerMove>;
+inline bool any_moves_body(const LayerMoves& moves) {
+  return std::any_of(moves.begin(), moves.end(), [](const LayerMove& m) { return m.moves_body(); });
+}
 
 // kOutOfPages, and what is missing.
 Status out_of_pages(int64_t needed, int64_t free, int64_t page_bytes, Shortage* shortage);
@@ -115,7 +121,7 @@ class Place {
   virtual Status attend(const LayerAttend& call, const LayerMoves& moves) = 0;
   virtual Status decode(const LayerRange& range, const LayerMove& move) = 0;
 
-  // Slot `to` is free. [num_layers] moves.
+  // Slot `to` is free. [num_layers] moves of it, with the counts of `from`.
   virtual Status fork(int32_t from, int32_t to, const LayerMoves& layers) = 0;
   virtual Status truncate(const LayerMoves& layers) = 0;
 

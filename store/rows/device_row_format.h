@@ -81,7 +81,7 @@ struct DeviceWorks {
   // says kOk.
   const OpReport* report = nullptr;
 
-  int32_t entries() const { return count * num_layers; }
+  TKV_HD int32_t entries() const { return count * num_layers; }
   TKV_HD DeviceEntry entry(int32_t e) const {
     const int32_t sequence = e / num_layers;
     return {sequence, slots[sequence], first_layer + e - sequence * num_layers};
@@ -166,6 +166,7 @@ class DeviceRowFormat {
   // Attention over the bodies of a layer: out is normalised, lse natural, as merge_attention()
   // takes them. Bodies lie before the window, so every query sees all of them.
   virtual Status attend(const DeviceAttendBody& call) = 0;
+  // The range is not empty; nor is that of restore().
   virtual Status read(const DeviceRead& call) = 0;
 
   // Positions [first, end), end the body's after a truncation to less than it was, go back to the
@@ -177,8 +178,8 @@ class DeviceRowFormat {
   virtual Status cut(const DeviceWorks& /*works*/, const PageCopy* /*copies*/) {
     return Status::ok();
   }
-  // Before the cut() of a fork; the slot's bytes are copied in the stream's order.
-  virtual void forked(int32_t /*from*/, int32_t /*to*/) {}
+  // Before the cut() of a fork, after the slot's bytes.
+  virtual Status forked(int32_t /*from*/, int32_t /*to*/) { return Status::ok(); }
 
   // Exports and imports ask the format in host memory where bytes are, by tables and states that
   // the place brings there (transfer has one owner). What serves all sequences (codebooks) is made
@@ -200,8 +201,6 @@ class DeviceRowFormat {
 };
 
 // `host` is the same format in host memory, bound to no pages; it outlives the result.
-Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
-                                                                RowFormat* host);
 // kUnsupported: key_books beyond 1; means or weights that attention has no numbers for.
 Result<std::unique_ptr<DeviceRowFormat>> make_device_coded_rows(const StoreConfig& config,
                                                                 RowFormat* host);

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "store/engine/tokens.h"
@@ -166,13 +167,12 @@ class RowFormat {
   virtual std::vector<uint8_t> identity() const = 0;
   // What the bodies of this layer need beside themselves (codebooks); may be empty.
   virtual std::vector<uint8_t> export_shared(const HostLayer& /*layer*/) const { return {}; }
-  // These two read the state alone: pages need not be in host memory. Any number of threads at
-  // once.
+  // These two read the state, but no pages. Any number of threads at once.
   virtual int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const = 0;
   virtual ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const = 0;
-  // The inverse, in parts. kCorrupt: the bytes are hostile; everything that read() relies on
-  // is checked, but for what ranges are to be checked for. The bytes stay where
-  // they are until the ranges are copied. Any number of threads at once.
+  // The inverse, in parts. kCorrupt: the bytes are hostile; everything that read() relies on is
+  // checked, but for what ranges are to be checked for. The bytes stay where they are until the
+  // ranges are copied. Any number of threads at once.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
   // The table holds what the plan of one layer asked for: makes the state and tells where bytes go.
   // It touches no page. For different layers, any number of threads at once.
@@ -182,6 +182,11 @@ class RowFormat {
   // The bytes of all layers are there, and sound: what serves all sequences follows.
   virtual void finish_import(const BodyPlan& /*plan*/) {}
 };
+
+// What plan_import() says of a hostile body.
+inline Status corrupt_body(const std::string& why) {
+  return Status(StatusCode::kCorrupt, "body: " + why);
+}
 
 // The config is valid but for what the format itself finds: kInvalidArgument, kUnsupported with the
 // field.

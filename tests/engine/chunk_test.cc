@@ -10,12 +10,7 @@
 namespace tierkv {
 namespace {
 
-class ChunkTest : public RandomTest {
- protected:
-  int32_t pick(int32_t least, int32_t most) {
-    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
-  }
-};
+class ChunkTest : public RandomTest {};
 
 TEST_F(ChunkTest, AnyChunksGiveTheSameBytes) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The store on a device as a whole, its source run on the host: random calls beside the store in
 // host memory, which must leave the same bytes. CUDA's runtime is a stand-in, page operations are
-// the host's, kernels run in the emulator, but that of attention over the bodies of tiers.
+// the host's, kernels run in the emulator, but for that of attention over the pages of tiers.
 #include <cuda_runtime.h>
 
 #include "store/place/device/device_pages.cu"
@@ -9,9 +9,8 @@
 #include "store/place/device/device_setup.cu"
 #include "store/place/device/device_transfer.cu"
 #include "store/place/device/sequence_link.cu"
-#include "store/rows/coded/device_coded_rows.cuh"
+#include "store/rows/coded/device_coded_rows.cu"
 #include "tests/engine/support/emulated_attention.h"
-#include "tests/engine/support/emulated_rows.h"
 #include "tests/gpu/store/kv_store_twins.cuh"
 
 namespace tierkv {
@@ -36,23 +35,6 @@ Status prompt_significance(const SignificanceCall& p, const float*, float* signi
   return prompt_significance_host(p, significance);
 }
 
-namespace store {
-
-Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
-                                                                RowFormat* host) {
-  static std::mt19937 rng(1);
-  if (std::holds_alternative<TiersFormat>(config.format)) {
-    return test::emulated_tiers_rows(*static_cast<const TiersRows*>(host), &rng);
-  }
-  if (std::holds_alternative<ChannelFormat>(config.format)) {
-    return test::emulated_channel_rows(config, *static_cast<const ChannelRows*>(host), &rng);
-  }
-  return std::unique_ptr<DeviceRowFormat>(
-      std::make_unique<DeviceCodedRows>(config, static_cast<CodedRows*>(host)));
-}
-
-}  // namespace store
-
 namespace testing {
 namespace {
 
@@ -65,37 +47,9 @@ class EmulatedDeviceStore : public RandomTest {
     t.extend({0}, std::min(longest, 300));
     ASSERT_FALSE(HasFatalFailure());
     coded_tokens_ += t.device().usage()->body_tokens;
-    for (int32_t i = 0; i < calls; ++i) {
-      SCOPED_TRACE("call " + std::to_string(i));
-      step(&t, choice, longest);
-      if (i % 4 == 3) t.expect_equal();
-      if (HasFatalFailure()) return;
-    }
-    t.expect_equal();
+    t.live_together(calls, longest, false);
   }
   int64_t coded_tokens_ = 0;
-
-  void step(KvTwins* t, const TwinChoice& choice, int32_t longest) {
-    auto& live = t->live();
-    const bool is_full = static_cast<int32_t>(live.size()) == choice.max_sequences;
-    const int32_t kind = t->pick(0, 13);
-    if (live.empty() || (kind == 0 && !is_full)) return t->add();
-    const auto one = static_cast<size_t>(t->pick(0, static_cast<int32_t>(live.size()) - 1));
-    if (kind == 1) return t->release(one);
-    if (kind == 2 && !is_full) return t->fork(one);
-    if (kind == 3) return t->truncate(one, t->pick(0, live[one].tokens));
-    if (kind == 4 && !is_full) return t->exchange(one);
-    if (kind == 5) return t->expect_decoded(one, t->pick(0, 1), DType::kFloat16);
-    std::vector<size_t> who = t->some();
-    int32_t most = 0;
-    for (const size_t i : who) most = std::max(most, live[i].tokens);
-    const int32_t tokens = t->chance(0.6) ? t->pick(1, 8) : t->pick(9, 200);
-    if (kind < 12 && most + tokens <= longest) return t->extend(who, tokens);
-    if (std::holds_alternative<TiersFormat>(choice.format)) return;
-    who.erase(std::remove_if(who.begin(), who.end(), [&](size_t i) { return live[i].tokens < 4; }),
-              who.end());
-    if (!who.empty()) t->attend(who, t->pick(0, 1), t->pick(1, 4), DType::kFloat16);
-  }
 };
 
 TEST_F(EmulatedDeviceStore, WithoutBodies) {
@@ -104,33 +58,10 @@ TEST_F(EmulatedDeviceStore, WithoutBodies) {
   choice.memory_bytes = 128 << 20;
   live_together(choice, 120, 160);
 }
-// What calls of others leave on the device between the layers of a step or chunk.
 TEST_F(EmulatedDeviceStore, CallsOfOthersComeBetween) {
   TwinChoice choice;
   choice.memory_bytes = 128 << 20;
-  choice.window = 160;
-  choice.num_layers = 4;
-  choice.max_tokens = 400;
-  KvTwins t(twin_config(choice), &rng_);
-  ASSERT_TRUE(t.is_made());
-  for (int32_t i = 0; i < 3; ++i) t.add();
-  t.extend({0, 1, 2}, 12);
-  for (int32_t i = 0; i < 12; ++i) {
-    SCOPED_TRACE("round " + std::to_string(i));
-    const int32_t tokens = t.chance(0.7) ? t.pick(1, 2) : t.pick(9, 20);
-    const std::vector<size_t> who =
-        t.chance(0.5) ? std::vector<size_t>{0, 1} : std::vector<size_t>{1, 0};
-    t.extend(who, tokens, [&] {
-      const int32_t kind = t.pick(0, 5);
-      if (kind == 0) t.attend({2}, 1, 2, DType::kFloat16);
-      if (kind == 1) t.extend({2}, t.pick(1, 2));
-      if (kind == 2) t.attend(who, 0, 1, DType::kFloat16);
-    });
-    t.attend({1, 0}, 1, 1, DType::kFloat16);
-    t.attend(who, 0, 2, DType::kFloat16);
-    if (HasFatalFailure()) return;
-  }
-  t.expect_equal();
+  expect_calls_come_between(choice, &rng_);
 }
 TEST_F(EmulatedDeviceStore, OfCodedRows) {
   for (const int32_t unit : {64, 16}) {

@@ -14,9 +14,6 @@ namespace {
 
 class TiersRowsTest : public RandomTest {
  protected:
-  int32_t pick(int32_t least, int32_t most) {
-    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
-  }
   // Gives a sequence the chunk's tokens [first, first + count).
   Status extend(OpenStore* store, SequenceId id, const TiersChunk& chunk, int32_t first,
                 int32_t count, const StoreConfig& config) {

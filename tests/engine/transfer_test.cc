@@ -15,9 +15,6 @@ namespace {
 
 class SequenceTransfer : public RandomTest {
  protected:
-  int32_t pick(int32_t least, int32_t most) {
-    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
-  }
   static std::vector<uint16_t> values(KvStore* engine, SequenceId id, const CacheLayout& shape) {
     const int32_t n = *engine->num_tokens(id);
     std::vector<uint16_t> all;

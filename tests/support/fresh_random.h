@@ -21,6 +21,10 @@ class FreshRandom {
         rng_(seed_),
         trace_(__FILE__, __LINE__, "seed " + std::to_string(seed_)) {}
 
+  int32_t pick(int32_t least, int32_t most) {
+    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
+  }
+
   uint32_t seed_;
   std::mt19937 rng_;
 

@@ -41,26 +41,19 @@ class BatchBook {
   // move the counts that calls which run at once have derived theirs from.
   void wrote_step(const std::vector<int32_t>& slots, int32_t tokens) {
     if (is_captured()) contents_[0] = {};
-    set_slots(slots, true);
+    wrote(slots, true);
     now().step_tokens = tokens;
-    now().planned_q_len = 0;
   }
   bool has_step(const std::vector<int32_t>& slots, int32_t tokens) const {
     return now().slots == slots && now().step_tokens == tokens;
   }
   // from, to and at of one layer.
   void wrote_layer(const std::vector<int32_t>& slots, int32_t layer) {
-    if (now().slots != slots) set_slots(slots, false);
-    now().step_tokens = 0;
+    wrote(slots, false);
     now().has_at[layer] = 1;
-    now().planned_q_len = 0;
   }
   // at of all layers.
-  void wrote_held(const std::vector<int32_t>& slots) {
-    set_slots(slots, true);
-    now().step_tokens = 0;
-    now().planned_q_len = 0;
-  }
+  void wrote_held(const std::vector<int32_t>& slots) { wrote(slots, true); }
   bool has_at(const std::vector<int32_t>& slots, int32_t layer) const {
     return now().slots == slots && now().has_at[layer] != 0;
   }
@@ -83,9 +76,13 @@ class BatchBook {
   };
   Content& now() { return contents_[index_]; }
   const Content& now() const { return contents_[index_]; }
-  void set_slots(const std::vector<int32_t>& slots, bool has_at) {
-    now().slots = slots;
-    now().has_at.assign(num_layers_, has_at ? 1 : 0);
+  // has_at_all: at of all layers; else of those that had it, where the slots are the same.
+  void wrote(const std::vector<int32_t>& slots, bool has_at_all) {
+    Content& c = now();
+    if (has_at_all || c.slots != slots) c.has_at.assign(num_layers_, has_at_all ? 1 : 0);
+    c.slots = slots;
+    c.step_tokens = 0;
+    c.planned_q_len = 0;
   }
 
   int32_t num_layers_;

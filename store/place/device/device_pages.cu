@@ -121,21 +121,20 @@ Status DevicePlace::require_needs(const DeviceWorks& works) {
   return needed <= free_.at_least() ? Status::ok() : refuse_pages(needed);
 }
 
-int64_t DevicePlace::most_pages(DeviceWorks works, const LayerMoves& moves, bool rewrites) const {
-  works.moves = moves.data();
+int64_t DevicePlace::most_pages(const DeviceWorks& works, bool rewrites) const {
   const int64_t rows = int64_t{works.entries()} * view_.pages.rows_per_layer;
   const int64_t exchanged = rewrites ? rows * layout_.allocator.table.num_sides : 0;
   return format_->most_pages(works) + exchanged;
 }
 
 Status DevicePlace::compress_works(const DeviceWorks& works, const LayerMoves& moves) {
+  DeviceWorks known = works;
+  known.moves = moves.data();
   if (book_.is_captured()) {
-    DeviceWorks known = works;
-    known.moves = moves.data();
     if (Status s = format_->require_capturable(known); !s) return s;
   }
   const bool rewrites = !book_.is_captured() && format_->may_rewrite(works);
-  const int64_t at_most = most_pages(works, moves, rewrites);
+  const int64_t at_most = most_pages(known, rewrites);
   const Result<bool> fits = has_pages(at_most);
   if (!fits) return fits.status();
   if (!*fits && book_.is_captured()) return refuse_pages(at_most);
@@ -163,7 +162,7 @@ Status DevicePlace::note_replay(const LayerMoves& moves, int32_t tokens) {
   if (Status s = require_alike(moves); !s) return s;
   const DeviceWorks works = works_of(moves, {0, config_.layout.num_layers}, tokens);
   if (Status s = format_->require_capturable(works); !s) return s;
-  const int64_t at_most = most_pages(works, moves, false);
+  const int64_t at_most = most_pages(works, false);
   const Result<bool> fits = has_pages(at_most);
   if (!fits) return fits.status();
   if (!*fits) return refuse_pages(at_most);
@@ -217,10 +216,8 @@ Status DevicePlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
   }
   if (Status s = copy_pages(1); !s) return s;
   if (Status s = write_counts(CountLaw::kHeld, 0, {to}, all); !s) return s;
-  LayerMoves moves = layers;
-  for (LayerMove& move : moves) move.slot = to;
-  const DeviceWorks works = works_of(moves, all, 0);
-  format_->forked(from, to);
+  const DeviceWorks works = works_of(layers, all, 0);
+  if (Status s = format_->forked(from, to); !s) return s;
   if (Status s = format_->cut(works, copies_); !s) return s;
   return commit(nullptr, true);
 }
@@ -233,9 +230,7 @@ Status DevicePlace::truncate(const LayerMoves& layers) {
     return s;
   }
   const DeviceWorks works = works_of(layers, {0, num_layers}, 0);
-  const bool cuts = std::any_of(layers.begin(), layers.end(), [](const LayerMove& m) {
-    return m.to.body_end != m.from.body_end;
-  });
+  const bool cuts = any_moves_body(layers);
   if (cuts) {
     if (Status s = cut_bodies(works, layers); !s) return s;
   }
@@ -255,7 +250,7 @@ Status DevicePlace::cut_bodies(const DeviceWorks& works, const LayerMoves& layer
     if (Status s = require_needs(works); !s) return s;
   }
   for (const LayerMove& move : layers) {
-    if (move.to.body_end == move.from.body_end) continue;
+    if (!move.moves_body()) continue;
     const Positions range = {std::min(ring_first(layout_.laws, move.to), move.to.tokens),
                              move.to.tokens};
     if (range.count() <= 0) continue;

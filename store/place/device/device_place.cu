@@ -29,11 +29,6 @@ std::vector<int32_t> slots_of(const LayerMoves& moves, int32_t step) {
   return slots;
 }
 
-bool any_leaves(const LayerMoves& moves) {
-  return std::any_of(moves.begin(), moves.end(),
-                     [](const LayerMove& m) { return m.to.body_end != m.from.body_end; });
-}
-
 }  // namespace
 
 Status DevicePlace::wait() const {
@@ -103,7 +98,7 @@ Status DevicePlace::compress(const LayerMoves& moves, int32_t tokens) {
   }
   if (Status s = write_counts(CountLaw::kBegin, tokens, slots, layers); !s) return s;
   book_.wrote_step(slots, tokens);
-  if (!book_.is_captured() && !any_leaves(moves)) return Status::ok();
+  if (!book_.is_captured() && !any_moves_body(moves)) return Status::ok();
   const DeviceWorks works = works_of(moves, layers, tokens);
   if (Status s = compress_works(works, moves); !s) {
     book_.forget();
@@ -186,7 +181,7 @@ Status DevicePlace::append(const LayerAppend& call, const LayerMoves& moves) {
                call.stride,
                config_.layout.dtype,
                call.tokens};
-  if (book_.has_step(slots, call.tokens) && !any_leaves(moves)) {
+  if (book_.has_step(slots, call.tokens) && !any_moves_body(moves)) {
     raw.to = batch().to + call.layer;
     raw.stride = config_.layout.num_layers;
     raw.added = call.tokens;
@@ -203,7 +198,7 @@ Status DevicePlace::append_chunk(const LayerAppend& call, const LayerMoves& move
   if (Status s = write_counts(CountLaw::kAppend, call.tokens, slots, layer); !s) return s;
   book_.wrote_layer(slots, call.layer);
   raw.to = batch().to;
-  const bool leaves = any_leaves(moves);
+  const bool leaves = any_moves_body(moves);
   if (leaves) {
     DeviceWorks works = works_of(moves, layer, call.tokens);
     works.chunk = raw.chunk;

@@ -82,7 +82,7 @@ class DevicePlace final : public Place {
   // Plans, takes the pages and writes.
   Status compress_works(const DeviceWorks& works, const LayerMoves& moves);
   // The most pages that the works take.
-  int64_t most_pages(DeviceWorks works, const LayerMoves& moves, bool rewrites) const;
+  int64_t most_pages(const DeviceWorks& works, bool rewrites) const;
   Status require_alike(const LayerMoves& moves) const;
 
   // Whether `at_most` pages are free for sure; waits where the bound does not say so.

@@ -2,7 +2,6 @@
 // Making a store in device memory.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <string>
 #include <utility>
 #include <variant>
@@ -26,6 +25,17 @@ namespace store {
 namespace {
 
 constexpr int32_t kMostGroup = 16;
+
+Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
+                                                                RowFormat* host) {
+  if (std::holds_alternative<CodedFormat>(config.format)) {
+    return make_device_coded_rows(config, host);
+  }
+  if (std::holds_alternative<TiersFormat>(config.format)) {
+    return make_device_tiers_rows(config, host);
+  }
+  return make_device_channel_rows(config, host);
+}
 
 }  // namespace
 

@@ -16,10 +16,6 @@ namespace {
 // Pages are about this long: half of one a layer is open.
 constexpr int64_t kPageTarget = 16384;
 
-Status corrupt(const std::string& why) {
-  return Status(StatusCode::kCorrupt, "body: " + why);
-}
-
 }  // namespace
 
 Result<std::unique_ptr<RowFormat>> make_channel_rows(const StoreConfig& config) {
@@ -179,10 +175,10 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const std::vector<Imp
   auto plan = std::make_unique<ChannelPlan>();
   for (const ImportWork& work : works) {
     const int32_t layer = work.layer.layer, end = blocks_of(work.body_end);
-    if (!work.shared.empty()) return corrupt("it has codebooks");
+    if (!work.shared.empty()) return corrupt_body("it has codebooks");
     for (const std::span<const uint8_t>& body : work.bodies) {
       if (static_cast<int64_t>(body.size()) != int64_t{end} * block_bytes(layer)) {
-        return corrupt("wrong size");
+        return corrupt_body("wrong size");
       }
       plan->bodies.push_back(body);
     }

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over the bodies of channel rows: a layer's pages as the kernels of attention/channel
-// know a cache, and what a call comes to.
+// A layer's pages as the kernels of attention/channel know a cache.
 #pragma once
-
-#include <algorithm>
 
 #include "attention/channel/channel_kernel.cuh"
 #include "attention/work/work.h"
@@ -84,69 +81,27 @@ struct ChannelTraits<store::ChannelBodies> {
 
 namespace tierkv::store {
 
-// Parts times query columns of a call: they keep the CTAs of short calls busy.
-inline constexpr int64_t kMostPartColumns = 1 << 14;
-
-// What attention needs beside the call. is_raw: of the layer.
-struct ChannelAttend {
-  DeviceStoreView view;
-  ChannelBody body;
-  bool is_raw = false;
-  int32_t num_q_heads = 0;
-  float sm_scale = 0;
-  StatusCode* status = nullptr;  // device; kCorrupt where a page is not there
-  void* workspace = nullptr;     // channel_attention_bytes(), aligned to 16 bytes
-};
-// It serves calls with any number of sequences and queries.
-inline int64_t channel_attention_bytes(int32_t head_dim) {
-  return kMostPartColumns * (head_dim * 4 + static_cast<int64_t>(sizeof(SoftmaxState)));
-}
-
-inline ChannelBodies bodies_of(const ChannelAttend& a, const DeviceAttendBody& call) {
-  const PageAllocator& pages = a.view.pages.allocator;
-  ChannelBodies b;
-  b.layout = a.body.layout;
-  b.base = a.view.pages.base;
-  b.num_pages = pages.shape.num_pages;
-  b.num_kv_heads = a.view.num_kv_heads;
-  b.page_units = static_cast<int32_t>(a.body.page_bytes / ChannelBodies::kBlockUnit);
-  b.block_units = a.body.block_bytes(a.is_raw) / ChannelBodies::kBlockUnit;
-  b.per_page = Divisor(a.body.per_page(a.is_raw));
-  b.is_raw = a.is_raw;
-  b.sinks = a.view.laws.sink_tokens;
+// is_raw: of the layer.
+inline ChannelBodies bodies_of(const DeviceStoreView& view, const ChannelBody& body, bool is_raw,
+                               const DeviceAttendBody& call) {
+  const PageAllocator& pages = view.pages.allocator;
   const PageTableShape& table = pages.shape.table;
-  b.table = pages.slots + int64_t{a.view.pages.row(0, call.layer, 0)} * table.row_stride();
+  ChannelBodies b;
+  b.layout = body.layout;
+  b.base = view.pages.base;
+  b.num_pages = pages.shape.num_pages;
+  b.num_kv_heads = view.num_kv_heads;
+  b.page_units = static_cast<int32_t>(body.page_bytes / ChannelBodies::kBlockUnit);
+  b.block_units = body.block_bytes(is_raw) / ChannelBodies::kBlockUnit;
+  b.per_page = Divisor(body.per_page(is_raw));
+  b.is_raw = is_raw;
+  b.sinks = view.laws.sink_tokens;
+  b.table = pages.slots + int64_t{view.pages.row(0, call.layer, 0)} * table.row_stride();
   b.table_stride = int64_t{table.rows_per_sequence} * table.row_stride();
   b.table_slots = table.table_slots[0];
   b.slots = call.slots;
   b.at = call.at;
   return b;
-}
-
-// resident_ctas: that the device runs at once.
-inline ChannelLaunch<ChannelBodies> channel_launch(const ChannelAttend& a,
-                                                   const DeviceAttendBody& call,
-                                                   int32_t resident_ctas) {
-  const int32_t head_dim = a.view.head_dim, heads = a.view.num_kv_heads;
-  ChannelLaunch<ChannelBodies> p{};
-  p.cache = bodies_of(a, call);
-  p.ctas = channel_ctas(a.num_q_heads / heads, call.q_len, heads, head_dim);
-  p.num_rows = call.count * heads;
-  p.is_bfloat16 = call.dtype == DType::kBFloat16;
-  p.q = static_cast<const uint16_t*>(call.q);
-  p.out = static_cast<uint16_t*>(call.out);
-  p.lse = call.lse;
-  p.status = a.status;
-  p.scale_log2 = a.sm_scale * kLog2E;
-  const int64_t parts = kMostPartColumns / p.ctas.all_columns() / p.num_rows;
-  const int32_t blocks = a.body.blocks_of(call.most_tokens);
-  const tierkv::ChannelRows rows = {
-      p.num_rows, a.is_raw ? blocks * a.body.layout.tiles() : blocks,
-      static_cast<int32_t>(std::clamp<int64_t>(parts, 1, kMostChannelSplits))};
-  p.splits = choose_channel_splits(p.ctas, rows, resident_ctas);
-  p.parts = static_cast<float*>(a.workspace);
-  p.states = reinterpret_cast<SoftmaxState*>(p.parts + kMostPartColumns * head_dim);
-  return p;
 }
 
 }  // namespace tierkv::store

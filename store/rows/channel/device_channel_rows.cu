@@ -13,6 +13,8 @@ namespace tierkv::store {
 namespace {
 
 constexpr int32_t kWriteCtasPerSm = 16;  // several rounds of those that run at once
+// Parts times query columns of a call: they keep the CTAs of short calls busy.
+constexpr int64_t kMostPartColumns = 1 << 14;
 
 uint32_t ctas_of(int64_t threads) {
   return static_cast<uint32_t>((threads + kChannelThreads - 1) / kChannelThreads);
@@ -52,7 +54,8 @@ class DeviceChannelRows final : public DeviceRowFormat {
   GpuStream stream_ = nullptr;
   const uint8_t* is_raw_layer_ = nullptr;  // device
   int32_t sms_ = 1;
-  ChannelAttend attend_;  // is_raw: of any layer
+  StatusCode* status_ = nullptr;  // device; kCorrupt where a page is not there
+  uint8_t* parts_ = nullptr;      // for calls with any number of sequences and queries
 };
 
 Status DeviceChannelRows::bind(const DeviceStoreView& view, DeviceFault*, GpuStream stream) {
@@ -62,17 +65,9 @@ Status DeviceChannelRows::bind(const DeviceStoreView& view, DeviceFault*, GpuStr
   if (!limits) return limits.status();
   sms_ = limits->sms;
   if (Status s = memory_.put(rows_.is_raw_layer(), &is_raw_layer_); !s) return s;
-  attend_.view = view;
-  attend_.body = rows_.body();
-  attend_.num_q_heads = config_.layout.num_q_heads;
-  attend_.sm_scale = static_cast<float>(config_.layout.sm_scale);
-  if (Status s = memory_.take_zeros(1, &attend_.status, stream); !s) return s;
-  uint8_t* workspace = nullptr;
-  if (Status s = memory_.take(channel_attention_bytes(config_.layout.head_dim), &workspace); !s) {
-    return s;
-  }
-  attend_.workspace = workspace;
-  return Status::ok();
+  if (Status s = memory_.take_zeros(1, &status_, stream); !s) return s;
+  const int64_t column_bytes = view.head_dim * 4 + static_cast<int64_t>(sizeof(SoftmaxState));
+  return memory_.take(kMostPartColumns * column_bytes, &parts_);
 }
 
 int64_t DeviceChannelRows::most_pages(const DeviceWorks& works) const {
@@ -103,7 +98,6 @@ ChannelCall DeviceChannelRows::call_of(const DeviceWorks& works) const {
 }
 
 Status DeviceChannelRows::count(const DeviceWorks& works, const DeviceRowCounts& counts) const {
-  if (works.entries() == 0) return Status::ok();
   ChannelCall call = call_of(works);
   call.counts = counts;
   return launch_after_previous(count_channel_kernel, ctas_of(call.num_entries), kChannelThreads, 0,
@@ -129,15 +123,30 @@ Status DeviceChannelRows::write(const DeviceWorks& works, const PageCopy*) {
 }
 
 Status DeviceChannelRows::attend(const DeviceAttendBody& call) {
-  ChannelAttend attend = attend_;
-  attend.is_raw = is_raw(call.layer);
-  const ChannelLaunch<ChannelBodies> p =
-      channel_launch(attend, call, sms_ * channel_ctas_per_sm(config_.layout.head_dim));
+  const int32_t head_dim = view_.head_dim, heads = view_.num_kv_heads;
+  const ChannelBody& body = rows_.body();
+  ChannelLaunch<ChannelBodies> p{};
+  p.cache = bodies_of(view_, body, is_raw(call.layer), call);
+  p.ctas = channel_ctas(config_.layout.group_size(), call.q_len, heads, head_dim);
+  p.num_rows = call.count * heads;
+  p.is_bfloat16 = call.dtype == DType::kBFloat16;
+  p.q = static_cast<const uint16_t*>(call.q);
+  p.out = static_cast<uint16_t*>(call.out);
+  p.lse = call.lse;
+  p.status = status_;
+  p.scale_log2 = static_cast<float>(config_.layout.sm_scale) * kLog2E;
+  const int64_t parts = kMostPartColumns / p.ctas.all_columns() / p.num_rows;
+  const int32_t blocks = body.blocks_of(call.most_tokens);
+  const tierkv::ChannelRows rows = {
+      p.num_rows, is_raw(call.layer) ? blocks * body.layout.tiles() : blocks,
+      static_cast<int32_t>(std::clamp<int64_t>(parts, 1, kMostChannelSplits))};
+  p.splits = choose_channel_splits(p.ctas, rows, sms_ * channel_ctas_per_sm(head_dim));
+  p.parts = reinterpret_cast<float*>(parts_);
+  p.states = reinterpret_cast<SoftmaxState*>(p.parts + kMostPartColumns * head_dim);
   return launch_channel(p, p.num_rows * p.splits, p.splits > 1, stream_);
 }
 
 Status DeviceChannelRows::read(const DeviceRead& call) {
-  if (call.range.count() <= 0) return Status::ok();
   const ChannelRead r = {call, view_, rows_.body(), is_raw(call.layer)};
   const int64_t values =
       int64_t{call.range.count()} * config_.layout.num_kv_heads * config_.layout.head_dim;

@@ -167,11 +167,6 @@ WeightedRow CodedRows::row_of(int32_t layer, int32_t kv_head, const CodedRowStat
   return row;
 }
 
-WeightedRow CodedRows::row_of(const HostLayer& layer, int32_t kv_head) const {
-  return row_of(layer.layer, kv_head, *state_at<CodedRowState>(layer, shape_.row_byte(kv_head)),
-                state_at<uint16_t>(layer, shape_.means_byte(kv_head)));
-}
-
 std::vector<SideCounts> CodedRows::cut_counts(const HostLayer& layer, int32_t body_end) const {
   const auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
   const uint32_t units = body_end > 0 ? ends[body_end / kBlockTokens - 1] : 0;
@@ -263,9 +258,11 @@ void CodedRows::read_block(const HostLayer& layer, int32_t kv_head, int32_t bloc
     std::memcpy(codes->exponents[i].data(), bytes[i], range.count());
   }
   // Blocks were written by this format or checked when they came in.
-  if (is_fixed(layer)) {
-    (void)decode(row_of(layer, kv_head), books_[layer.layer], bytes, size, range, codes, x);
-  }
+  if (!is_fixed(layer)) return;
+  const auto& state = *state_at<CodedRowState>(layer, shape_.row_byte(kv_head));
+  const auto* means = state_at<uint16_t>(layer, shape_.means_byte(kv_head));
+  const WeightedRow row = row_of(layer.layer, kv_head, state, means);
+  (void)decode(row, books_[layer.layer], bytes, size, range, codes, x);
 }
 
 void CodedRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k,

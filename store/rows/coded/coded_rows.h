@@ -130,7 +130,6 @@ class CodedRows final : public RowFormat {
 
   WeightedRow row_of(int32_t layer, int32_t kv_head, const CodedRowState& state,
                      const uint16_t* means) const;
-  WeightedRow row_of(const HostLayer& layer, int32_t kv_head) const;
 
   // coded_plan.cc
   Status draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;

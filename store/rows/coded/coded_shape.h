@@ -81,8 +81,11 @@ struct CodedShape {
   // u32 [max_blocks]: units of the layer behind each block.
   TKV_HD constexpr int64_t ends_byte() const { return 16; }
   TKV_HD constexpr int64_t row_byte(int32_t kv_head) const {
-    return ends_byte() + round_up(int64_t{4} * max_blocks, 16) +
-           kv_head * static_cast<int64_t>(sizeof(CodedRowState) + 2 * head_dim);
+    return ends_byte() + round_up(int64_t{4} * max_blocks, 16) + kv_head * record_bytes();
+  }
+  // A CodedRowState and means.
+  TKV_HD constexpr int64_t record_bytes() const {
+    return static_cast<int64_t>(sizeof(CodedRowState)) + 2 * head_dim;
   }
   TKV_HD constexpr int64_t means_byte(int32_t kv_head) const {
     return row_byte(kv_head) + static_cast<int64_t>(sizeof(CodedRowState));

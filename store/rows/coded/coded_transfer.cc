@@ -6,7 +6,6 @@
 // means (fp16 [head_dim]); of each block the units (u32, not 0) of keys, then of values, and zeros
 // up to a multiple of 16; then of each block as many times 16 bytes of keys, then of values.
 #include <algorithm>
-#include <cstring>
 #include <span>
 #include <string>
 #include <utility>
@@ -16,10 +15,6 @@
 
 namespace tierkv::store {
 namespace {
-
-Status corrupt(const std::string& why) {
-  return Status(StatusCode::kCorrupt, "body: " + why);
-}
 
 // Whether the first `count` are finite.
 bool all_finite(const std::vector<float>& x, size_t count) {
@@ -89,19 +84,19 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
   ByteReader in(work.bodies[kv_head].data(), work.bodies[kv_head].size());
   const uint32_t fixed = in.u32();
   if (kv_head == 0) draft->fixed = fixed == 1;
-  if (fixed > 1 || draft->fixed != (fixed == 1)) return corrupt("fixed is neither 0 nor 1");
+  if (fixed > 1 || draft->fixed != (fixed == 1)) return corrupt_body("fixed is neither 0 nor 1");
   CodedRowState state;
   state.mean.seen = in.i32();
   state.mean.logs = in.i64();
-  if (!state.mean.is_sound()) return corrupt("its mean is impossible");
+  if (!state.mean.is_sound()) return corrupt_body("its mean is impossible");
   std::vector<uint16_t> means(shape_.head_dim);
   if (draft->fixed) {
     state.key_step = in.f32();
     state.value_step = in.f32();
-    if (in.u64() != 0) return corrupt("its steps are impossible");
+    if (in.u64() != 0) return corrupt_body("its steps are impossible");
     for (uint16_t& x : means) x = in.u16();
     rows->push_back(row_of(work.layer.layer, kv_head, state, means.data()));
-    if (Status s = rows->back().validate(); !s) return corrupt(s.message());
+    if (Status s = rows->back().validate(); !s) return corrupt_body(s.message());
   }
   draft->rows.push_back(state);
   draft->means.push_back(means);
@@ -110,30 +105,30 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
             most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens)) / kUnitBytes);
   const int32_t count = 2 * draft->end_block, padded = static_cast<int32_t>(round_up(count, 4));
   const uint8_t* const units = in.take(size_t{4} * padded);
-  if (units == nullptr) return corrupt("it ends too early");
+  if (units == nullptr) return corrupt_body("it ends too early");
   for (int32_t i = 0; i < padded; ++i) {
     const uint32_t size = load_u32(units + size_t{4} * i);
-    if ((size == 0) != (i >= count)) return corrupt("a block is empty");
+    if ((size == 0) != (i >= count)) return corrupt_body("a block is empty");
     if (i >= count) continue;
-    if (size > most_units) return corrupt("a block is too long");
+    if (size > most_units) return corrupt_body("a block is too long");
     const size_t bytes = size_t{size} * kUnitBytes;
     const uint8_t* from = in.take(bytes);
-    if (from == nullptr) return corrupt("it ends too early");
+    if (from == nullptr) return corrupt_body("it ends too early");
     // In the order of the pages.
     const int32_t b = i / 2, heads = shape_.num_kv_heads;
     draft->brought[(b * heads + kv_head) * 2 + i % 2] = {from, bytes};
   }
-  return in.at_end() ? Status::ok() : corrupt("wrong size");
+  return in.at_end() ? Status::ok() : corrupt_body("wrong size");
 }
 
 Status CodedRows::check_raw_block(std::span<const uint8_t> bytes, int32_t tokens) const {
   if (static_cast<int64_t>(bytes.size()) != shape_.raw_block_bytes(tokens)) {
-    return corrupt("a raw block has another size");
+    return corrupt_body("a raw block has another size");
   }
   for (int32_t t = 0; t < kBlockTokens; ++t) {
     const auto g = static_cast<int8_t>(bytes[t]);
     if (t < tokens ? !is_importance_exponent(g) : g != 0) {
-      return corrupt("an exponent is impossible");
+      return corrupt_body("an exponent is impossible");
     }
   }
   return Status::ok();
@@ -151,10 +146,11 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
     if (!s) return s.with_context("kv_head " + std::to_string(h));
   }
   const bool raw = is_raw_layer(layer);
-  if (draft->fixed && raw) return corrupt("a raw layer is fixed");
+  if (draft->fixed && raw) return corrupt_body("a raw layer is fixed");
   if (!draft->fixed && !raw && work.body_end >= kSampleBlocks * kBlockTokens)
-    return corrupt("it is not fixed");
-  if (draft->fixed == work.shared.empty()) return corrupt("codebooks without blocks, or without");
+    return corrupt_body("it is not fixed");
+  if (draft->fixed == work.shared.empty())
+    return corrupt_body("codebooks without blocks, or without");
   const LayerBooks& held = books_[layer];
   const bool same_books =
       !draft->fixed || held.empty() || std::ranges::equal(held.bytes, work.shared);
@@ -176,7 +172,7 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
   for (int32_t i = 0; i < draft->end_block * heads; ++i) {
     const int32_t b = i / heads, h = i % heads;
     const Positions range = {shape_.first_of(b), shape_.end_of(b, work.body_end)};
-    if (range.count() < 1) return corrupt("a block without tokens");
+    if (range.count() < 1) return corrupt_body("a block without tokens");
     const std::span<const uint8_t>* blocks = draft->brought.data() + 2 * i;
     if (!draft->fixed) {
       for (int32_t c = 0; c < 2; ++c) {
@@ -190,14 +186,14 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
                              static_cast<int64_t>(blocks[1].size())};
     Status s = decode(rows[h], is_held ? held : *theirs, bytes, size, range, &codes,
                       tame[h] ? nullptr : x);
-    if (!s) return corrupt(s.message());
+    if (!s) return corrupt_body(s.message());
     const auto count = static_cast<size_t>(range.count()) * shape_.head_dim;
     if (!tame[h] && (!all_finite(values[0], count) || !all_finite(values[1], count))) {
-      return corrupt("beyond fp32");
+      return corrupt_body("beyond fp32");
     }
     if (same_books) continue;
     s = encode(held, h, range.count(), codes, draft);
-    if (!s) return corrupt(s.message());
+    if (!s) return corrupt_body(s.message());
   }
   if (!same_books) draft->brought.clear();
   return Status::ok();

@@ -88,29 +88,7 @@ class AttendedCodedRows : public CodedMemory {
   using CodedMemory::CodedMemory;
 
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override {
-    Status s = CodedMemory::bind(view, fault, stream);
-    return s ? bind_attention() : s;
-  }
-  Status attend(const DeviceAttendBody& body) override {
-    if (host_->is_raw_layer(body.layer) || !has_books(body.layer)) {
-      return attend_rows(body, AttendedRows::kAllAsRaw);
-    }
-    bool any_waits = false;
-    for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
-      any_waits |= state_of(slot, body.layer).waits;
-    }
-    Status s = attend_rows(body, AttendedRows::kCoded);
-    return s && any_waits ? attend_rows(body, AttendedRows::kRaw) : s;
-  }
-
- protected:
-  // The directory of kv_head 0 of a (slot, layer).
-  const CodedBlockRef* directory(int32_t slot, int32_t layer, Component c) const {
-    return device_.refs(slot, layer, 0, c);
-  }
-
- private:
-  Status bind_attention() {
+    if (Status s = CodedMemory::bind(view, fault, stream); !s) return s;
     if (device_.view.slots.slot_bytes / 8 * config_.max_sequences > INT32_MAX) {
       return Status(StatusCode::kUnsupported, "coded rows: slots of more than 16 GiB on a device");
     }
@@ -133,7 +111,19 @@ class AttendedCodedRows : public CodedMemory {
     }
     return Status::ok();
   }
+  Status attend(const DeviceAttendBody& body) override {
+    if (host_->is_raw_layer(body.layer) || !has_books(body.layer)) {
+      return attend_rows(body, AttendedRows::kAllAsRaw);
+    }
+    bool any_waits = false;
+    for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
+      any_waits |= state_of(slot, body.layer).waits;
+    }
+    Status s = attend_rows(body, AttendedRows::kCoded);
+    return s && any_waits ? attend_rows(body, AttendedRows::kRaw) : s;
+  }
 
+ private:
   // Layers with the same rotation share its turns.
   Status bind_turns(int32_t layer) {
     WeightedRows& w = weighted_[layer];
@@ -163,7 +153,7 @@ class AttendedCodedRows : public CodedMemory {
       CodedComponent& of = c == Component::kKey ? call.keys : call.values;
       of.bytes = device_.view.pages.base;
       of.size = device_.pool_bytes;
-      of.blocks = directory(0, layer, c);
+      of.blocks = device_.refs(0, layer, 0, c);
       of.steps = c == Component::kKey ? device_.tables.query_units : device_.tables.value_steps;
     }
     // The directory of values begins behind that of keys.

@@ -115,7 +115,6 @@ struct CodedCall {
   int32_t group_cells = 0;          // that staging has room for
   int32_t blocks = 0;               // cells of an entry
 
-  TKV_HD int32_t num_entries() const { return works.count * works.num_layers; }
   TKV_HD int32_t heads() const { return device.shape.num_kv_heads; }
   TKV_HD int32_t head_dim() const { return device.shape.head_dim; }
   // Cells are ordered by layer, sequence, block.

@@ -45,10 +45,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     for (int32_t e = 0; e < works.entries(); ++e) {
       const LayerMove& move = works.moves[e];
       if (move.to.body_end <= move.from.body_end) continue;
-      const bool all = !host.hints.empty() && (host.hints[e] & kFixesEntry) != 0;
-      const int32_t first = all ? 0 : move.from.body_end / kBlockTokens;
-      const int64_t blocks = int64_t{block_count(move.to.body_end) - first} * 2 * heads();
-      pages += device_.shape.most_pages(blocks) + 1;
+      pages += device_.shape.most_pages(int64_t{host.blocks_of(e, move)} * 2 * heads()) + 1;
     }
     return pages;
   }
@@ -56,12 +53,11 @@ class PlannedCodedRows : public AttendedCodedRows {
   Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     planned_ = host_plan(works);
     made_.clear();  // those of a call that got no pages
-    if (Status s = prepare(works, planned_); !s) return s;
-    Result<CodedCall> made = call_of(works, most_blocks(works, planned_));
+    if (Status s = prepare(works); !s) return s;
+    Result<CodedCall> made = planned_call(works);
     if (!made) return made.status();
     CodedCall& call = *made;
     call.counts = counts;
-    call.hints = planned_.hints.empty() ? nullptr : hints_;
     if (Status s = run(OpenEntries{call}, 1, 1); !s) return s;
     saved_ = nullptr;
     if (planned_.saved > 0 && !is_one_group(call)) {
@@ -79,11 +75,10 @@ class PlannedCodedRows : public AttendedCodedRows {
   }
 
   Status write(const DeviceWorks& works, const PageCopy* copies) override {
-    Result<CodedCall> made = call_of(works, most_blocks(works, planned_));
+    Result<CodedCall> made = planned_call(works);
     if (!made) return made.status();
     CodedCall& call = *made;
     call.copies = copies;
-    call.hints = planned_.hints.empty() ? nullptr : hints_;
     call.saved = saved_ == nullptr ? nullptr : saved_blocks_;
     call.saved_bytes = device_.shape.largest_block_bytes();
     const int64_t rows = int64_t{works.entries()} * heads() * 2;
@@ -126,13 +121,29 @@ class PlannedCodedRows : public AttendedCodedRows {
  private:
   // What plan() and write() of a call share on the host.
   struct HostPlan {
-    std::vector<uint32_t> hints;   // [entries]; empty: all are 0
-    std::vector<int32_t> fits;     // entries whose means and steps come from their tokens
-    std::vector<int32_t> samples;  // entries whose tokens make a layer's codebooks
-    int32_t saved = 0;             // entries that rewrite
-    bool continues = false;        // a block that is there may grow
-    bool leaves_raw = false;       // a block may stay raw
+    // An entry whose means and steps come from its tokens, or a layer's codebooks.
+    struct Sample {
+      int32_t entry;
+      bool makes_books;
+    };
+    std::vector<uint32_t> hints;  // [entries]; empty: all are 0
+    std::vector<Sample> samples;
+    int32_t saved = 0;        // entries that rewrite
+    bool continues = false;   // a block that is there may grow
+    bool leaves_raw = false;  // a block may stay raw
+
+    uint32_t hint(int32_t entry) const { return hints.empty() ? 0 : hints[entry]; }
+    // That the entry's move writes.
+    int32_t blocks_of(int32_t entry, const LayerMove& move) const {
+      const bool all = (hint(entry) & kFixesEntry) != 0;
+      return block_count(move.to.body_end) - (all ? 0 : move.from.body_end / kBlockTokens);
+    }
   };
+  Result<CodedCall> planned_call(const DeviceWorks& works) const {
+    Result<CodedCall> call = call_of(works, most_blocks(works));
+    if (call && !planned_.hints.empty()) call->hints = hints_;
+    return call;
+  }
 
   // The entries of a call in their order: the first that fixes a layer brings its codebooks.
   HostPlan host_plan(const DeviceWorks& works) const {
@@ -156,11 +167,7 @@ class PlannedCodedRows : public AttendedCodedRows {
         if (is_ready || move.to.body_end >= kSampleBlocks * kBlockTokens) {
           hint = kFixesEntry;
           if (move.from.body_end > 0) hint |= kRewritesEntry;
-          if (has[layer] == 0) {
-            plan.samples.push_back(e);
-          } else if (per_slot_) {
-            plan.fits.push_back(e);
-          }
+          if (has[layer] == 0 || per_slot_) plan.samples.push_back({e, has[layer] == 0});
           has[layer] = 1;
         }
       }
@@ -179,17 +186,13 @@ class PlannedCodedRows : public AttendedCodedRows {
   }
 
   // Cells of an entry.
-  int32_t most_blocks(const DeviceWorks& works, const HostPlan& host) const {
+  int32_t most_blocks(const DeviceWorks& works) const {
     const int32_t unit = device_.view.laws.unit_tokens;
     int32_t blocks = (works.most_leaving + 2 * kBlockTokens - unit - 1) / kBlockTokens;
     for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
       const LayerMove& move = works.moves[e];
-      const bool all = !host.hints.empty() && (host.hints[e] & kFixesEntry) != 0;
-      const int32_t first = all ? 0 : move.from.body_end / kBlockTokens;
       if (e == 0) blocks = 1;
-      if (move.to.body_end > move.from.body_end) {
-        blocks = most(blocks, block_count(move.to.body_end) - first);
-      }
+      if (move.to.body_end > move.from.body_end) blocks = most(blocks, planned_.blocks_of(e, move));
     }
     return most(1, blocks);
   }
@@ -223,23 +226,19 @@ class PlannedCodedRows : public AttendedCodedRows {
   }
 
   Status encode_group(const CodedCall& call, bool writes) {
-    return with_head_dim(head_dim(),
-                         [&](auto dim) { return encode_group_of<dim / kWarpLanes>(call, writes); });
-  }
-
-  template <int32_t kPer>
-  Status encode_group_of(const CodedCall& call, bool writes) {
-    using Encode = EncodeCells<kPer>;
-    const int32_t base = Encode::kCallBytes + kEncodeCtaBytes;
-    const int32_t each = encode_warp_bytes(kPer * kWarpLanes, host_->format().max_length);
-    const int32_t half = limits_.shared_bytes / 2 - 1024;
-    const int32_t room = half >= base + each ? half : limits_.shared_bytes;
-    const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
-    const int64_t items = int64_t{2} * call.group.cells * heads();
-    const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1,
-                                             std::max(1, 2 * limits_.sms / call.works.num_layers));
-    const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(call.works.num_layers));
-    return launch(Encode{call, writes}, grid, base + warps * each, warps * kWarpLanes);
+    return with_head_dim(head_dim(), [&](auto dim) {
+      using Encode = EncodeCells<dim / kWarpLanes>;
+      const int32_t base = Encode::kCallBytes + kEncodeCtaBytes;
+      const int32_t each = encode_warp_bytes(dim, host_->format().max_length);
+      const int32_t half = limits_.shared_bytes / 2 - 1024;
+      const int32_t room = half >= base + each ? half : limits_.shared_bytes;
+      const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
+      const int64_t items = int64_t{2} * call.group.cells * heads();
+      const int32_t most_ctas = std::max(1, 2 * limits_.sms / call.works.num_layers);
+      const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1, most_ctas);
+      const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(call.works.num_layers));
+      return launch(Encode{call, writes}, grid, base + warps * each, warps * kWarpLanes);
+    });
   }
 
   // Blocks that write() reads once it has begun to write over them.
@@ -264,7 +263,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
       const LayerMove& move = works.moves[e];
       if (move.to.body_end <= move.from.body_end) continue;
-      const uint32_t hint = planned_.hints.empty() ? 0 : planned_.hints[e];
+      const uint32_t hint = planned_.hint(e);
       const bool fixed =
           ((hint & kFixesEntry) != 0 || is_fixed(move)) && !host_->is_raw_layer(move.layer);
       const bool shares = state_of(move.slot, move.layer).shares && (hint & kRewritesEntry) == 0;
@@ -272,18 +271,15 @@ class PlannedCodedRows : public AttendedCodedRows {
     }
   }
 
-  Status prepare(const DeviceWorks& works, const HostPlan& host) {
-    for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
-      const bool makes_books = std::count(host.samples.begin(), host.samples.end(), e) > 0;
-      const bool fits = std::count(host.fits.begin(), host.fits.end(), e) > 0;
-      if (!makes_books && !fits) continue;
-      if (Status s = sample(works, e, makes_books); !s) {
-        return s.with_context("sequence " + std::to_string(works.moves[e].slot) + ", layer " +
-                              std::to_string(works.moves[e].layer));
+  Status prepare(const DeviceWorks& works) {
+    for (const auto& [entry, makes_books] : planned_.samples) {
+      if (Status s = sample(works, entry, makes_books); !s) {
+        const LayerMove& move = works.moves[entry];
+        return s.with_context("sequence " + std::to_string(move.slot) + ", layer " +
+                              std::to_string(move.layer));
       }
     }
-    if (host.hints.empty()) return Status::ok();
-    return upload(hints_, host.hints);
+    return upload(hints_, planned_.hints);
   }
 
   // The first blocks of an entry come to the host.
@@ -325,7 +321,7 @@ class PlannedCodedRows : public AttendedCodedRows {
   }
 
   Status make_tables(const LayerMove& move, const std::vector<WeightedRow>& rows) {
-    const int64_t record_bytes = device_.shape.row_byte(1) - device_.shape.row_byte(0);
+    const int64_t record_bytes = device_.shape.record_bytes();
     std::vector<uint8_t> records(rows.size() * record_bytes);
     for (size_t h = 0; h < rows.size(); ++h) {
       const Status usable = weighted_key_channels(rows[h]).status();
@@ -333,8 +329,7 @@ class PlannedCodedRows : public AttendedCodedRows {
       put_record(rows[h], records.data() + h * record_bytes);
     }
     if (Status s = upload(records_, records); !s) return s;
-    return run(MakeRowTables{device_, records_, record_bytes, move.slot, 1, move.layer, 1}, heads(),
-               MakeRowTables::kThreads / kWarpLanes);
+    return make_row_tables(records_, move.slot, {move.layer, move.layer + 1});
   }
 
   // Staged tokens of a call's only entry: [num_kv_heads, blocks].

@@ -161,7 +161,7 @@ class DeviceCodedRows final : public PlannedCodedRows {
       WeightedDecode decode;
       decode.bytes = device_.view.pages.base;
       decode.size = device_.pool_bytes;
-      decode.places = reinterpret_cast<const WeightedPlace*>(directory(to.slot, to.layer, c));
+      decode.places = reinterpret_cast<const WeightedPlace*>(device_.refs(to.slot, to.layer, 0, c));
       decode.ranges = scratch_.ranges + (c == Component::kKey ? 0 : heads());
       decode.status = scratch_.status;
       const DeviceRowTables& t = device_.tables;
@@ -223,7 +223,6 @@ class DeviceCodedRows final : public PlannedCodedRows {
 
   // The tokens of less than a block fit into staging memory.
   Status restore(const LayerMove& move, Positions range) override {
-    if (range.count() <= 0) return Status::ok();
     const DeviceRead to = {move.slot,
                            move.layer,
                            move.from.body_end,
@@ -243,11 +242,6 @@ class DeviceCodedRows final : public PlannedCodedRows {
   }
 
   Status cut(const DeviceWorks& works, const PageCopy* copies) override {
-    for (const int32_t slot : std::exchange(copies_, {})) {
-      const MakeRowTables make{device_, nullptr, 0, slot, 1, 0, layers()};
-      Status s = run(make, layers() * heads(), MakeRowTables::kThreads / kWarpLanes);
-      if (!s) return s;
-    }
     if (copies == nullptr) return Status::ok();
     Result<CodedCall> call = call_of(works, 1);
     if (!call) return call.status();
@@ -256,12 +250,12 @@ class DeviceCodedRows final : public PlannedCodedRows {
                RelocateBlocks::kThreads / kWarpLanes);
   }
 
-  void forked(int32_t from, int32_t to) override {
+  Status forked(int32_t from, int32_t to) override {
     for (int32_t l = 0; l < layers(); ++l) {
       state_of(from, l).shares = true;
       state_of(to, l) = state_of(from, l);
     }
-    if (per_slot_) copies_.push_back(to);
+    return per_slot_ ? make_row_tables(nullptr, to, {0, layers()}) : Status::ok();
   }
 
  private:
@@ -273,8 +267,6 @@ class DeviceCodedRows final : public PlannedCodedRows {
     *bytes = base + warps * each;
     return warps;
   }
-
-  std::vector<int32_t> copies_;  // slots that became copies; their row tables are not made yet
 };
 
 }  // namespace tierkv::store

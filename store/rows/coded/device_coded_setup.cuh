@@ -20,15 +20,15 @@
 
 namespace tierkv::store {
 
+// CTAs of a Body that an SM has at once; 0: as the compiler likes.
 template <class Body>
-__global__ void __launch_bounds__(Body::kThreads) run_body(const __grid_constant__ Body body) {
-  extern __shared__ __align__(1024) uint8_t shared[];
-  wait_for_previous_kernel();
-  body(shared);
-}
+inline constexpr int32_t kCtasOf = [] {
+  if constexpr (requires { Body::kCtas; }) return Body::kCtas;
+  return 0;
+}();
 template <class Body>
-__global__ void __launch_bounds__(Body::kThreads, Body::kCtas)
-    run_dense_body(const __grid_constant__ Body body) {
+__global__ void __launch_bounds__(Body::kThreads, kCtasOf<Body>)
+    run_body(const __grid_constant__ Body body) {
   extern __shared__ __align__(1024) uint8_t shared[];
   wait_for_previous_kernel();
   body(shared);
@@ -45,22 +45,20 @@ inline void put_record(const WeightedRow& row, uint8_t* record) {
   std::memcpy(record + sizeof(state), row.key_mean.data(), 2 * row.key_mean.size());
 }
 
-// A warp for a row, of the layers [first_layer, first_layer + layers) of the slots [first_slot,
-// first_slot + slots). records: [slots, layers, kv_heads] of a CodedRowState and means,
-// record_bytes apart; null: those of the slots that are fixed.
+// A warp for a row of layers of a slot. records: [layers, kv_heads] of a CodedRowState and means,
+// record_bytes() apart; null: those of the layers that are fixed.
 struct MakeRowTables {
   static constexpr int32_t kThreads = 128;
   CodedDevice device;
   const uint8_t* records = nullptr;
-  int64_t record_bytes = 0;
-  int32_t first_slot = 0, slots = 1, first_layer = 0, layers = 0;
+  int32_t slot = 0;
+  Positions layers;
 
   __device__ void operator()(uint8_t*) const {
     const int32_t heads = device.heads();
-    for (int32_t i = warp_of_grid(); i < slots * layers * heads; i += warps_of_grid()) {
-      const int32_t slot = first_slot + i / heads / layers, h = i % heads;
-      const int32_t layer = first_layer + i / heads % layers;
-      const uint8_t* record = records + i * record_bytes;
+    for (int32_t i = warp_of_grid(); i < layers.count() * heads; i += warps_of_grid()) {
+      const int32_t layer = layers.first + i / heads, h = i % heads;
+      const uint8_t* record = records + i * device.shape.record_bytes();
       if (records == nullptr) {
         if (!device.is_fixed(slot, layer)) continue;
         record = device.state<uint8_t>(slot, layer, device.shape.row_byte(h));
@@ -170,8 +168,7 @@ class CodedMemory : public DeviceRowFormat {
       state.fixed = from.is_fixed(layer), state.waits = !state.fixed;
     }
     if (!per_slot_) return Status::ok();
-    const MakeRowTables make{device_, nullptr, 0, imported[0].slot, 1, 0, layers()};
-    return run(make, int64_t{layers()} * heads(), MakeRowTables::kThreads / kWarpLanes);
+    return make_row_tables(nullptr, imported[0].slot, {0, layers()});
   }
 
   // For tests: fewer bytes of staging memory, before bind().
@@ -215,12 +212,7 @@ class CodedMemory : public DeviceRowFormat {
   }
   template <class Body>
   Status launch(const Body& body, dim3 grid, int32_t shared, int32_t threads) const {
-    void (*kernel)(const Body);
-    if constexpr (requires { Body::kCtas; }) {
-      kernel = run_dense_body<Body>;
-    } else {
-      kernel = run_body<Body>;
-    }
+    void (*const kernel)(const Body) = run_body<Body>;
     if (shared > 0) {
       const cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -232,6 +224,12 @@ class CodedMemory : public DeviceRowFormat {
   template <class Body>
   Status run(const Body& body, int64_t items, int32_t per_cta) const {
     return launch(body, grid_of(items, per_cta), 0, Body::kThreads);
+  }
+
+  Status make_row_tables(const uint8_t* records, int32_t slot, Positions of_layers) const {
+    const int64_t rows = int64_t{of_layers.count()} * heads();
+    return run(MakeRowTables{device_, records, slot, of_layers}, rows,
+               MakeRowTables::kThreads / kWarpLanes);
   }
 
   // Zeros.
@@ -248,7 +246,7 @@ class CodedMemory : public DeviceRowFormat {
     t.per_slot = per_slot_;
     take(rows, &t.key_steps, &t.value_steps, &t.query_units);
     take(rows * head_dim(), &t.key_scales, &t.query_scales, &t.key_means, &t.query_means);
-    take(int64_t{layers()} * heads() * (shape.row_byte(1) - shape.row_byte(0)), &records_);
+    take(int64_t{layers()} * heads() * shape.record_bytes(), &records_);
     take(layers(), &device_layers_);
     device_.layers = device_layers_;
     take(2 * layers(), &books_);
@@ -281,7 +279,7 @@ class CodedMemory : public DeviceRowFormat {
   }
 
   Status upload_tables() {
-    const int64_t record_bytes = device_.shape.row_byte(1) - device_.shape.row_byte(0);
+    const int64_t record_bytes = device_.shape.record_bytes();
     std::vector<float> weights;
     std::vector<uint8_t> records(static_cast<size_t>(layers() * heads() * record_bytes));
     for (int32_t l = 0; l < layers(); ++l) {
@@ -297,9 +295,7 @@ class CodedMemory : public DeviceRowFormat {
     if (Status s = memory_.put(weights, &device_.tables.key_weights); !s) return s;
     if (Status s = upload(records_, records); !s) return s;
     if (!per_slot_) {
-      const MakeRowTables make{device_, records_, record_bytes, 0, 1, 0, layers()};
-      Status s = run(make, layers() * heads(), MakeRowTables::kThreads / kWarpLanes);
-      if (!s) return s;
+      if (Status s = make_row_tables(records_, 0, {0, layers()}); !s) return s;
     }
     host_layers_.assign(layers(), DeviceLayer{});
     host_books_.assign(2 * layers(), DeviceCodebook{});

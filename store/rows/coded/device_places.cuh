@@ -94,7 +94,7 @@ struct PlaceBlocks {
   CodedCall call;
 
   __device__ void operator()(uint8_t* shared) const {
-    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.num_entries();
+    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.works.entries();
          e += static_cast<int32_t>(gridDim.x)) {
       if (call.entries[e].form != EntryForm::kNothing) place(e, reinterpret_cast<int32_t*>(shared));
       __syncthreads();
@@ -249,7 +249,7 @@ struct RelocateBlocks {
 
   __device__ void operator()(uint8_t*) const {
     if (!call.works.has_pages()) return;
-    const int32_t per_entry = 2 * call.heads(), items = call.num_entries() * per_entry;
+    const int32_t per_entry = 2 * call.heads(), items = call.works.entries() * per_entry;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       const int32_t e = i / per_entry;
       const DeviceEntry at = call.works.entry(e);
@@ -310,7 +310,7 @@ struct FinishEntries {
 
   __device__ void operator()(uint8_t*) const {
     if (!call.works.has_pages()) return;
-    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.num_entries();
+    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.works.entries();
          e += static_cast<int32_t>(gridDim.x)) {
       const EntryDraft& d = call.entries[e];
       if (d.form != EntryForm::kNothing && d.failed == 0) finish(e, d);
@@ -355,7 +355,7 @@ struct CutCounts {
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    for (int32_t e = thread_of_grid(); e < call.num_entries(); e += threads_of_grid()) {
+    for (int32_t e = thread_of_grid(); e < call.works.entries(); e += threads_of_grid()) {
       const LayerTokens from = call.works.from[e], to = call.works.to[e];
       if (to.body_end >= from.body_end) continue;
       const DeviceEntry at = call.works.entry(e);

@@ -388,7 +388,7 @@ struct SaveBlocks {
 
   __device__ void operator()(uint8_t*) const {
     const int32_t per_entry = kMostSavedBlocks * call.heads() * 2;
-    const int32_t items = call.num_entries() * per_entry;
+    const int32_t items = call.works.entries() * per_entry;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       const int32_t entry = i / per_entry, kv_head = i / 2 % call.heads();
       if ((call.hints[entry] & kRewritesEntry) == 0) continue;

@@ -69,9 +69,7 @@ class DeviceTiersAttention {
       std::fill_n(class_of_head_.begin() + int64_t{l} * shape.num_kv_heads, shape.num_kv_heads,
                   uint8_t{0});
     }
-    has_raw_ = !config.raw_layers.empty();
-    has_coded_ = static_cast<int32_t>(config.raw_layers.size()) < shape.num_layers;
-    AttentionConfig& coded = coded_.config;
+    AttentionConfig coded;
     coded.num_layers = shape.num_layers;
     coded.num_q_heads = shape.num_q_heads;
     coded.num_kv_heads = shape.num_kv_heads;
@@ -79,9 +77,9 @@ class DeviceTiersAttention {
     coded.sm_scale = shape.sm_scale;
     coded.page_bytes = rows.sizes().page_bytes;
     coded.page_records = false;
-    raw_.config = coded;
-    raw_.config.num_tiers = 1;
-    raw_.config.tiers[0] = {kHighSide, raw_tier()};
+    AttentionConfig raw = coded;
+    raw.num_tiers = 1;
+    raw.tiers[0] = {kHighSide, raw_tier()};
     const std::vector<TierClass>& classes = std::get<TiersFormat>(rows.config().format).classes;
     coded.num_tiers = 2;
     coded.tiers[0] = {kHighSide, classes[0].high};
@@ -92,15 +90,15 @@ class DeviceTiersAttention {
       coded.classes.format[c - 1][1] = classes[c].low;
     }
     if (classes.size() > 1) coded.classes.of_head = class_of_head_.data();
+    const auto raw_layers = static_cast<int32_t>(config.raw_layers.size());
+    if (raw_layers < shape.num_layers) parts_.emplace_back().config = coded;
+    if (raw_layers > 0) parts_.emplace_back().config = raw;
   }
   // Grids and memory.
   Status bind(const DeviceStoreView& view, DeviceMemory* memory) {
     view_ = view;
-    if (has_coded_) {
-      if (Status s = bind_part(&coded_, memory); !s) return s;
-    }
-    if (has_raw_) {
-      if (Status s = bind_part(&raw_, memory); !s) return s;
+    for (TiersAttention& part : parts_) {
+      if (Status s = bind_part(&part, memory); !s) return s;
     }
     const int64_t vectors =
         int64_t{config_.max_sequences} * kMaxQueryTokens * config_.layout.num_q_heads;
@@ -118,7 +116,7 @@ class DeviceTiersAttention {
     if (call.new_plan) {
       if (Status s = plan(call, codes, index, stream); !s) return s;
     }
-    const TiersAttention& part = is_raw_layer_[call.layer] != 0 ? raw_ : coded_;
+    const TiersAttention& part = is_raw_layer_[call.layer] != 0 ? parts_.back() : parts_.front();
     const EngineQueries queries = queries_of(call, codes);
     if (Status s = pack_queries(queries, stream); !s) return s;
     AttendCall attend;
@@ -179,17 +177,16 @@ class DeviceTiersAttention {
     const Status launched =
         launch_after_previous(gather_counts_kernel, ctas, kTiersThreads, 0, stream, counts);
     if (!launched) return launched.with_context("counts of bodies");
-    for (const TiersAttention* part : {&coded_, &raw_}) {
-      if (!(part == &raw_ ? has_raw_ : has_coded_)) continue;
+    for (const TiersAttention& part : parts_) {
       // Where things lie in it depends on the call, and it begins with zeros.
-      const AttentionConfig config = part->of_queries(call.q_len);
-      const AttentionGrid& grid = part->grids[call.q_len - 1];
+      const AttentionConfig config = part.of_queries(call.q_len);
+      const AttentionGrid& grid = part.grids[call.q_len - 1];
       const cudaError_t error =
-          cudaMemsetAsync(part->workspaces[index].memory, 0,
+          cudaMemsetAsync(part.workspaces[index].memory, 0,
                           attention_workspace_bytes(config, grid, call.count), stream);
       if (Status s = cuda_status(error, "workspace of attention"); !s) return s;
-      if (Status s = plan_attention(config, grid, table(*part, index), {call.slots, call.count},
-                                    part->workspaces[index], stream);
+      if (Status s = plan_attention(config, grid, table(part, index), {call.slots, call.count},
+                                    part.workspaces[index], stream);
           !s) {
         return s;
       }
@@ -227,9 +224,9 @@ class DeviceTiersAttention {
   }
 
   StoreConfig config_;
-  // Raw layers have a plan of their own, so that the others need not be of several classes.
-  TiersAttention coded_, raw_;
-  bool has_coded_ = false, has_raw_ = false;
+  // Of coded layers, then of raw ones. These have a plan of their own, so that the others need not
+  // be of several classes.
+  std::vector<TiersAttention> parts_;
   std::vector<uint8_t> is_raw_layer_;   // [num_layers]
   std::vector<uint8_t> class_of_head_;  // [num_layers * num_kv_heads], 0 in raw layers
   DeviceStoreView view_;

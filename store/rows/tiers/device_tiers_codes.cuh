@@ -2,9 +2,7 @@
 // What the kernels of tiers know of a format, and where a row's state lies.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <vector>
 
 #include "codec/format/rotation.h"
 #include "gpu/warp.cuh"
@@ -26,25 +24,6 @@ struct TiersCodes {
   // Device [num_layers * num_kv_heads, head_dim], taken off keys; null: none.
   const float* key_means = nullptr;
 };
-
-// Those of a format, but for what lies in memory of its own.
-inline TiersCodes tiers_codes(const TiersRows& rows) {
-  TiersCodes codes;
-  codes.shape = rows.shape();
-  std::copy(rows.classes().begin(), rows.classes().end(), codes.classes);
-  for (const Component c : {Component::kKey, Component::kValue}) {
-    if (rows.bases(c).empty()) continue;
-    codes.rotation[static_cast<int32_t>(c)] = hadamard_rotation(rows.config().layout.head_dim);
-  }
-  return codes;
-}
-inline std::vector<float> tiers_key_means(const TiersRows& rows) {
-  std::vector<float> means;
-  for (const Basis& basis : rows.bases(Component::kKey)) {
-    means.insert(means.end(), basis.mean.begin(), basis.mean.end());
-  }
-  return means;
-}
 
 __device__ __forceinline__ int32_t warp_of_grid() {
   return static_cast<int32_t>(blockIdx.x) * kTiersWarps + static_cast<int32_t>(threadIdx.x) / 32;

@@ -9,49 +9,41 @@ namespace tierkv::store {
 
 // ---- cut ----
 
-// The counts of a row, of whose tokens those before position `end` stay.
-__device__ __forceinline__ TiersRow cut_row(const TiersPlace& at, int32_t end) {
-  TiersRow row = *at.state();
-  const SideTokens left = count_tiers(at.map(), 0, end);
-  for (int32_t side = 0; side < 2; ++side) row.tokens[side] = left.of[side];
-  return row;
+// The slots of token n of a side and of those behind it, `count` at most, that lie in its tile.
+__device__ __forceinline__ void clear_rest(const TiersPlace& at, int32_t side, int32_t n,
+                                           int32_t count) {
+  if (n % kTileTokens == 0 || count == 0) return;
+  const PageRef page = at.page(side, n);
+  const int32_t slot = n % page.layout->tokens;
+  clear_slots(page, slot, slot + least(kTileTokens - n % kTileTokens, count));
 }
 
-// A warp a row.
-__global__ void __launch_bounds__(kTiersThreads)
-    count_cut_tiers_kernel(const __grid_constant__ TiersCall c) {
-  wait_for_previous_kernel();
-  const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
-  if (row >= c.num_rows) return;
-  const LayerTokens to = c.works.to[entry];
-  if (to.body_end >= c.works.from[entry].body_end) return;
-  const TiersPlace at = place_of(c, row);
-  const TiersRow left = cut_row(at, to.body_end);
-  if (lane_index() != 0) return;
-  target_of(c, row) = units_of(at.of_class(), left);
-}
-
-// Likewise. Slots behind the tokens that stay are empty again, as in pages that never held more.
+// A warp a row: what its table row is to hold or, where the tables were cut, its state. Slots
+// behind the tokens that stay are then empty again, as in pages that never held more.
+template <bool kIsCut>
 __global__ void __launch_bounds__(kTiersThreads)
     cut_tiers_kernel(const __grid_constant__ TiersCall c) {
   wait_for_previous_kernel();
   const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
-  if (row >= c.num_rows || !c.works.has_pages()) return;
+  if (row >= c.num_rows || (kIsCut && !c.works.has_pages())) return;
   const LayerTokens to = c.works.to[entry];
   if (to.body_end >= c.works.from[entry].body_end) return;
   const TiersPlace at = place_of(c, row);
-  TiersRow* state = at.state();
-  const TiersRow now = *state, left = cut_row(at, to.body_end);
+  const SideTokens stay = count_tiers(at.map(), 0, to.body_end);
+  const TiersRow now = *at.state();
+  TiersRow left = now;
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
-    const int32_t n = left.tokens[side];
-    if (n % kTileTokens == 0 || n == now.tokens[side]) continue;
-    const PageRef page = at.page(side, n);
-    const int32_t slot = n % page.layout->tokens, in_tile = n % kTileTokens;
-    clear_slots(page, slot, slot + least(kTileTokens - in_tile, now.tokens[side] - n));
+    left.tokens[side] = stay.of[side];
+    if (kIsCut) clear_rest(at, side, left.tokens[side], now.tokens[side] - left.tokens[side]);
   }
   __syncwarp();
-  if (lane_index() == 0) *state = left;
+  if (lane_index() != 0) return;
+  if (kIsCut) {
+    *at.state() = left;
+  } else {
+    target_of(c, row) = units_of(at.of_class(), left);
+  }
 }
 
 // Slots behind the last tokens of a sequence that came in; a warp a row.
@@ -64,11 +56,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   const TiersPlace at(view, codes, slot, layer, row - layer * view.num_kv_heads);
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
-    const int32_t n = at.state()->tokens[side], in_tile = n % kTileTokens;
-    if (in_tile == 0) continue;
-    const PageRef page = at.page(side, n);
-    const int32_t first = n % page.layout->tokens;
-    clear_slots(page, first, first + kTileTokens - in_tile);
+    clear_rest(at, side, at.state()->tokens[side], kTileTokens);
   }
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <vector>
 
 #include "gpu/launch.cuh"
 #include "store/rows/device_memory.cuh"
@@ -33,8 +34,7 @@ class DeviceTiersRows final : public DeviceRowFormat {
   Status check_imported(const std::vector<HostLayer>& layers, const LayerTokens* counts) override;
 
   // Bodies are cut at any token, so that nothing goes back to the ring.
-  Status restore(const LayerMove&, Positions range) override {
-    if (range.count() <= 0) return Status::ok();
+  Status restore(const LayerMove&, Positions) override {
     return Status(StatusCode::kInvalidArgument, "restore: tiers are cut at every token");
   }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
@@ -45,8 +45,10 @@ class DeviceTiersRows final : public DeviceRowFormat {
     return int64_t{works.entries()} * config_.layout.num_kv_heads;
   }
   TiersCall call_of(const DeviceWorks& works) const;
-  template <class Kernel>
-  Status launch(Kernel kernel, int64_t warps, const TiersCall& call, const char* what) const;
+  // Grid of warps.
+  template <class Kernel, class Call>
+  Status launch(Kernel kernel, int64_t warps, const Call& call, const char* what,
+                size_t shared_bytes = 0) const;
 
   StoreConfig config_;
   const TiersRows& rows_;
@@ -64,9 +66,18 @@ Status DeviceTiersRows::bind(const DeviceStoreView& view, DeviceFault* fault, Gp
   view_ = view;
   fault_ = fault;
   stream_ = stream;
-  codes_ = tiers_codes(rows_);
+  codes_.shape = rows_.shape();
+  std::copy(rows_.classes().begin(), rows_.classes().end(), codes_.classes);
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    if (rows_.bases(c).empty()) continue;
+    codes_.rotation[static_cast<int32_t>(c)] = hadamard_rotation(config_.layout.head_dim);
+  }
+  std::vector<float> key_means;
+  for (const Basis& basis : rows_.bases(Component::kKey)) {
+    key_means.insert(key_means.end(), basis.mean.begin(), basis.mean.end());
+  }
   if (Status s = memory_.put(rows_.class_of_head(), &codes_.class_of_head); !s) return s;
-  if (Status s = memory_.put(tiers_key_means(rows_), &codes_.key_means); !s) return s;
+  if (Status s = memory_.put(key_means, &codes_.key_means); !s) return s;
   // A step is of all layers; a longer chunk of one, with any number of tokens.
   const int64_t heads = config_.layout.num_kv_heads;
   most_scratch_rows_ = config_.max_sequences * config_.layout.num_layers * heads;
@@ -102,17 +113,17 @@ TiersCall DeviceTiersRows::call_of(const DeviceWorks& works) const {
   return call;
 }
 
-template <class Kernel>
-Status DeviceTiersRows::launch(Kernel kernel, int64_t warps, const TiersCall& call,
-                               const char* what) const {
+template <class Kernel, class Call>
+Status DeviceTiersRows::launch(Kernel kernel, int64_t warps, const Call& call, const char* what,
+                               size_t shared_bytes) const {
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
-  return launch_after_previous(kernel, ctas_of(warps), kTiersThreads, 0, stream_, call)
+  return launch_after_previous(kernel, ctas_of(warps), kTiersThreads, shared_bytes, stream_, call)
       .with_context(what);
 }
 
 Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& counts) {
+  if (works.most_leaving == 0) return Status::ok();
   const int64_t rows = rows_of(works);
-  if (rows == 0 || works.most_leaving == 0) return Status::ok();
   TiersCall call = call_of(works);
   call.counts = counts;
   if (rows > most_scratch_rows_ || rows * call.scratch.groups_of_row > most_scratch_groups_) {
@@ -128,31 +139,26 @@ Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& co
 }
 
 Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
-  const int64_t rows = rows_of(works);
-  if (rows == 0 || works.most_leaving == 0) return Status::ok();
+  if (works.most_leaving == 0) return Status::ok();
   const TiersCall call = call_of(works);
   if (works.most_leaving <= kMaxStepTokens) {
-    return launch(write_tiers_kernel, rows * works.most_leaving, call, "tiers");
+    return launch(write_tiers_kernel, rows_of(works) * works.most_leaving, call, "tiers");
   }
   const int64_t warps = int64_t{2} * call.num_rows * most_tiles(works.most_leaving);
-  if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
   return with_head_dim(config_.layout.head_dim, [&](auto dim) {
-    return launch_after_previous(write_tiers_tiles_kernel<dim>, ctas_of(warps), kTiersThreads,
-                                 kTiersWarps * kTiersTileBytes<dim>, stream_, call)
-        .with_context("tiles of tiers");
+    return launch(write_tiers_tiles_kernel<dim>, warps, call, "tiles of tiers",
+                  kTiersWarps * kTiersTileBytes<dim>);
   });
 }
 
 Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {
-  if (rows_of(works) == 0) return Status::ok();
   TiersCall call = call_of(works);
   call.counts = counts;
-  return launch(count_cut_tiers_kernel, rows_of(works), call, "cut of tiers");
+  return launch(cut_tiers_kernel<false>, rows_of(works), call, "cut of tiers");
 }
 
 Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
-  if (rows_of(works) == 0) return Status::ok();
-  return launch(cut_tiers_kernel, rows_of(works), call_of(works), "cut of tiers");
+  return launch(cut_tiers_kernel<true>, rows_of(works), call_of(works), "cut of tiers");
 }
 
 Status DeviceTiersRows::check_imported(const std::vector<HostLayer>& layers, const LayerTokens*) {
@@ -163,16 +169,11 @@ Status DeviceTiersRows::check_imported(const std::vector<HostLayer>& layers, con
 }
 
 Status DeviceTiersRows::read(const DeviceRead& call) {
-  if (call.range.count() <= 0) return Status::ok();
   const TiersRead r = {call, view_, codes_, scratch_.groups,
                        (call.range.end + kGroupPositions - 1) / kGroupPositions};
   const int64_t heads = config_.layout.num_kv_heads, warps = call.range.count() * heads;
-  if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
-  const Status counted =
-      launch_after_previous(count_groups_kernel, ctas_of(heads), kTiersThreads, 0, stream_, r);
-  if (!counted) return counted.with_context("tokens of tiers");
-  return launch_after_previous(read_tiers_kernel, ctas_of(warps), kTiersThreads, 0, stream_, r)
-      .with_context("reading of tiers");
+  if (Status s = launch(count_groups_kernel, heads, r, "tokens of tiers"); !s) return s;
+  return launch(read_tiers_kernel, warps, r, "reading of tiers");
 }
 
 }  // namespace

@@ -16,19 +16,6 @@ namespace {
 constexpr double kTypicalHigh = 0.3;
 constexpr int32_t kTokensAtOnce = 256;  // that are encoded
 
-// The tokens of positions [first, end) by side, and of which row each is.
-struct SideRows {
-  std::vector<int32_t> rows[2];
-};
-SideRows rows_by_side(const uint8_t* map, int32_t first, int32_t end) {
-  SideRows sides;
-  for (int32_t p = first; p < end; ++p) {
-    const BodyTier tier = tier_at(map, p);
-    if (is_kept(tier)) sides.rows[side_of(tier)].push_back(p - first);
-  }
-  return sides;
-}
-
 }  // namespace
 
 int64_t TiersRows::row_pages(int32_t layer, int32_t kv_head, int32_t tokens, bool at_most) const {
@@ -94,9 +81,13 @@ void TiersRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int
   const int32_t dim = config_.layout.head_dim;
   const uint8_t* map = map_of(layer, kv_head);
   const TiersRow before = counts_before(layer, kv_head, first);
-  const SideRows sides = rows_by_side(map, first, end);
+  std::vector<int32_t> rows_of[2];  // by side: what rows of the result its tokens are
+  for (int32_t p = first; p < end; ++p) {
+    const BodyTier tier = tier_at(map, p);
+    if (is_kept(tier)) rows_of[side_of(tier)].push_back(p - first);
+  }
   for (int32_t side = 0; side < 2; ++side) {
-    const std::vector<int32_t>& rows = sides.rows[side];
+    const std::vector<int32_t>& rows = rows_of[side];
     for (int32_t done = 0; done < static_cast<int32_t>(rows.size());) {
       const PageRun run = page_run(layer, kv_head, side, before.tokens[side] + done,
                                    static_cast<int32_t>(rows.size()) - done);

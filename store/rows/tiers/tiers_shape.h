@@ -10,7 +10,6 @@
 // of its tier, n being the tokens of this tier before it.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "codec/format/page_layout.h"

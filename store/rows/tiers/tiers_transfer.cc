@@ -8,7 +8,6 @@
 // metadata. Slots without a token are 0.
 #include <bit>
 #include <cstring>
-#include <span>
 #include <string>
 #include <utility>
 
@@ -26,10 +25,6 @@ uint32_t map_word(const uint8_t* map, int32_t word) {
   uint32_t x;
   std::memcpy(&x, map + int64_t{word} * 4, sizeof(x));
   return x;
-}
-
-Status corrupt(const std::string& why) {
-  return Status(StatusCode::kCorrupt, "body: " + why);
 }
 
 // The bytes of the first tiles of a page: codes and metadata of keys, then of values.
@@ -117,31 +112,31 @@ Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* 
   draft->row.mean.seen = in.i32();
   const uint32_t zero = in.u32();
   draft->row.mean.logs = in.i64();
-  if (zero != 0 || !draft->row.mean.is_sound()) return corrupt("its mean is impossible");
+  if (zero != 0 || !draft->row.mean.is_sound()) return corrupt_body("its mean is impossible");
   const int32_t sinks = config_.sink_tokens, end = most(work.body_end, sinks);
   draft->position = end;
   draft->map = in.take(static_cast<uint64_t>(bytes_of_map(end)));
-  if (draft->map == nullptr) return corrupt("it ends too early");
+  if (draft->map == nullptr) return corrupt_body("it ends too early");
   int32_t pruned = 0;
   for (int32_t w = 0; w < bytes_of_map(end) / 4; ++w) {
     const int32_t first = w * kWordPositions;
     const uint32_t word = map_word(draft->map, w), mask = word_mask(sinks - first, end - first);
-    if ((word & ~mask) != 0) return corrupt("a position without a token has a tier");
+    if ((word & ~mask) != 0) return corrupt_body("a position without a token has a tier");
     draft->row.tokens[kHighSide] += std::popcount(positions_of(word, BodyTier::kHigh));
     draft->row.tokens[kLowSide] += std::popcount(positions_of(word, BodyTier::kLow));
     pruned += std::popcount(positions_of(word, BodyTier::kPruned));
   }
   const int32_t known = draft->row.tokens[kHighSide] + draft->row.tokens[kLowSide] + pruned;
   if (known != end - sinks || (pruned > 0 && c.alphas.low <= 0)) {
-    return corrupt("a token has no tier");
+    return corrupt_body("a token has no tier");
   }
   for (int32_t side = 0; side < 2; ++side) {
     StagedSide& staged = draft->sides[side];
     staged.end = draft->row.tokens[side];
     staged.tiles = in.take(static_cast<uint64_t>(tile_bytes(c.layout[side], staged.end)));
-    if (!in.ok()) return corrupt("it ends too early");
+    if (!in.ok()) return corrupt_body("it ends too early");
   }
-  return in.at_end() ? Status::ok() : corrupt("wrong size");
+  return in.at_end() ? Status::ok() : corrupt_body("wrong size");
 }
 
 // Tiles without a token are 0.
@@ -198,8 +193,8 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<Impor
   for (int64_t i = 0; i < rows; ++i) {
     const ImportWork& work = works[i / heads];
     const auto h = static_cast<int32_t>(i % heads);
-    const Status row =
-        work.shared.empty() ? import_row(work, h, &plan->rows[i]) : corrupt("it has a shared part");
+    const Status row = work.shared.empty() ? import_row(work, h, &plan->rows[i])
+                                           : corrupt_body("it has a shared part");
     if (row) continue;
     return row.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
                             std::to_string(h));

@@ -201,10 +201,9 @@ class Shadowed final : public RowFormat {
   }
   void fork(int32_t from, int32_t to) {
     copy_->sync();
-    device_->forked(from, to);
+    EXPECT_TRUE(device_->forked(from, to));
     for (int32_t l = 0; l < config_.layout.num_layers; ++l)
       body_ends_[{to, l}] = body_ends_[{from, l}];
-    EXPECT_TRUE(device_->cut({}, nullptr));
   }
   // Attention over the bodies of a layer, against softmax in double.
   void attend(const std::vector<int32_t>& slots, int32_t layer, int32_t q_len) {
@@ -368,10 +367,6 @@ class Shadowed final : public RowFormat {
     return inner_->cut_counts(layer, body_end);
   }
   void cut(const HostLayer& layer, int32_t body_end) override {
-    const LayerMove move = {layer.slot, layer.layer, layer.at, {body_end, body_end}};
-    DeviceWorks works;
-    works.count = works.num_layers = 1, works.moves = &move;
-    EXPECT_TRUE(device_->cut(works, nullptr));
     inner_->cut(layer, body_end);
     body_ends_[{layer.slot, layer.layer}] = body_end;
   }

@@ -82,7 +82,7 @@ class DeviceTwin {
     a.tokens = static_cast<SideCounts*>(memory->take(sizeof(SideCounts) * rows));
     a.pages = static_cast<SideCounts*>(memory->take(sizeof(SideCounts) * rows));
     view_.laws = host->laws();
-    view_.raw = host->raw_rows().layout;
+    view_.raw = RawLayout(host->laws(), config.layout.head_dim);
     view_.num_layers = config.layout.num_layers;
     view_.num_kv_heads = config.layout.num_kv_heads;
     view_.head_dim = config.layout.head_dim;

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "codec/format/element.h"
+#include "tierkv/attention.h"
 
 namespace tierkv::store::test {
 
@@ -401,6 +402,29 @@ void RowsTwin::attend(const std::vector<int32_t>& places, int32_t q_len) {
     check_answers(call, places);
     if (::testing::Test::HasFatalFailure()) return;
   }
+}
+
+void RowsTwin::soak(int32_t rounds, int32_t longest, int32_t attend_every) {
+  const auto failed = [] { return ::testing::Test::HasFatalFailure(); };
+  add();
+  add();
+  for (int32_t i = 0; i < rounds && !failed(); ++i) {
+    if (i == rounds / 2) fork(0);
+    std::vector<int32_t> places = {pick(0, count() - 1)};
+    const int32_t held = tokens(places[0]);
+    if (i > 5 && held > 0 && pick(0, 2) == 0) truncate(places[0], pick(1, held));
+    if (pick(0, 2) == 0) places = {1, 0};
+    int32_t room = config_.max_tokens;
+    for (const int32_t p : places) room = std::min(room, config_.max_tokens - tokens(p));
+    const int32_t added = std::min(room, i < 3 || pick(0, 2) == 0 ? pick(9, longest) : pick(1, 8));
+    if (added > 0 && !failed()) extend(places, added, pick(0, 2) > 0);
+    if (!failed()) read(places[0]);
+    if (!failed() && pick(0, 1) == 1) count_queries(places[0]);
+    if (i % attend_every != attend_every - 1 || failed()) continue;
+    attend(places, pick(0, 1) == 0 ? 1 : pick(1, kMaxQueryTokens));
+  }
+  if (!failed()) truncate(0, 1);
+  if (!failed()) spoil(0, config_.window_tokens + pick(150, 300));
 }
 
 }  // namespace tierkv::store::test

@@ -43,6 +43,9 @@ class RowsTwin {
   void read(int32_t place);
   // Attention over the bodies of all layers, against softmax in double.
   void attend(const std::vector<int32_t>& places, int32_t q_len);
+  // Random calls with chunks of up to `longest` tokens, and attention in every attend_every-th
+  // round; in the end a chunk that is spoiled. The only call, of a twin without sequences.
+  void soak(int32_t rounds, int32_t longest, int32_t attend_every);
 
   int32_t tokens(int32_t place) const { return live_[place].at.tokens; }
   int32_t count() const { return static_cast<int32_t>(live_.size()); }

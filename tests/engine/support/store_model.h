@@ -4,9 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
-#include <memory>
-#include <random>
 #include <vector>
 
 #include "codec/format/rope_turn.h"

@@ -6,7 +6,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "codec/format/element.h"

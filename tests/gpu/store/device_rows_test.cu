@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Row formats in device memory beside those in host memory, which play the place: the same bytes
 // after every call, and attention over bodies. Memory is managed, so that both see it.
-#include <algorithm>
 #include <vector>
 
 #include "store/rows/device_row_format.h"
@@ -9,7 +8,6 @@
 #include "tests/engine/support/rows_twin.h"
 #include "tests/engine/support/tiers_pages.h"
 #include "tests/support/fresh_random.h"
-#include "tierkv/attention.h"
 
 namespace tierkv::store::test {
 namespace {
@@ -35,36 +33,7 @@ class ManagedMemory final : public TwinMemory {
   std::vector<void*> taken_;
 };
 
-class DeviceRows : public RandomTest {
- protected:
-  int32_t pick(int32_t least, int32_t most) {
-    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
-  }
-  // Random calls.
-  void soak(RowsTwin* twin, const StoreConfig& config, int32_t calls, int32_t longest) {
-    twin->add();
-    twin->add();
-    for (int32_t i = 0; i < calls; ++i) {
-      if (i == calls / 2) twin->fork(0);
-      std::vector<int32_t> places = {pick(0, twin->count() - 1)};
-      if (i > 5 && pick(0, 2) == 0) twin->truncate(places[0], pick(1, twin->tokens(places[0])));
-      if (HasFatalFailure()) return;
-      if (pick(0, 2) == 0) places = {1, 0};
-      int32_t room = config.max_tokens;
-      for (const int32_t p : places) room = std::min(room, config.max_tokens - twin->tokens(p));
-      const int32_t tokens = std::min(room, pick(0, 2) == 0 ? pick(9, longest) : pick(1, 8));
-      if (tokens > 0) twin->extend(places, tokens, pick(0, 2) > 0);
-      if (HasFatalFailure()) return;
-      twin->read(places[0]);
-      if (pick(0, 1) == 1) twin->count_queries(places[0]);
-      if (HasFatalFailure()) return;
-      twin->attend(places, pick(0, 1) == 0 ? 1 : pick(1, kMaxQueryTokens));
-      if (HasFatalFailure()) return;
-    }
-    twin->truncate(0, 1);
-    twin->spoil(0, config.window_tokens + pick(150, 300));
-  }
-};
+class DeviceRows : public RandomTest {};
 
 TEST_F(DeviceRows, TiersAreTheHosts) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
@@ -73,7 +42,7 @@ TEST_F(DeviceRows, TiersAreTheHosts) {
       SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << ", raw layer " << raw);
       ManagedMemory memory;
       RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
-      soak(&twin, config, 30, 300);
+      twin.soak(30, 300, 1);
       if (HasFatalFailure()) return;
     }
   }
@@ -89,7 +58,7 @@ TEST_F(DeviceRows, TiersOfOneClassAreTheHosts) {
     give_pages(2000, &config);
     ManagedMemory memory;
     RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
-    soak(&twin, config, 30, 300);
+    twin.soak(30, 300, 1);
     if (HasFatalFailure()) return;
   }
 }
@@ -106,7 +75,7 @@ TEST_F(DeviceRows, TiersOfFourClassesAreTheHosts) {
     give_pages(2000, &config);
     ManagedMemory memory;
     RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
-    soak(&twin, config, 20, 300);
+    twin.soak(20, 300, 1);
     if (HasFatalFailure()) return;
   }
 }
@@ -118,7 +87,7 @@ TEST_F(DeviceRows, ChannelBlocksAreTheHosts) {
       SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << ", raw layer " << raw);
       ManagedMemory memory;
       RowsTwin twin(config, &memory, make_device_channel_rows, channel_page_bytes, &rng_);
-      soak(&twin, config, 30, 300);
+      twin.soak(30, 300, 1);
       if (HasFatalFailure()) return;
     }
   }

@@ -59,45 +59,10 @@ std::vector<TwinCase> all_cases() {
 
 class KvStoreTwins : public ::testing::TestWithParam<TwinCase>, protected FreshRandom {
  protected:
-  // One random call.
-  void step(KvTwins* t, bool counts) {
-    const int32_t longest = GetParam().longest, layers = GetParam().choice.num_layers;
-    auto& live = t->live();
-    const bool is_full = static_cast<int32_t>(live.size()) == GetParam().choice.max_sequences;
-    const int32_t kind = t->pick(0, 19);
-    if (live.empty() || (kind == 0 && !is_full)) return t->add();
-    const auto one = static_cast<size_t>(t->pick(0, static_cast<int32_t>(live.size()) - 1));
-    if (kind == 1) return t->release(one);
-    if (kind == 2 && !is_full) return t->fork(one);
-    if (kind == 3) return t->truncate(one, t->pick(0, live[one].tokens));
-    if (kind == 4) return t->truncate(one, std::max(0, live[one].tokens - t->pick(0, 12)));
-    if (kind == 5 && !is_full) return t->exchange(one);
-    if (kind == 6) {
-      return t->expect_decoded(one, t->pick(0, layers - 1),
-                               t->chance(0.5) ? DType::kFloat16 : DType::kBFloat16);
-    }
-    std::vector<size_t> who = t->some();
-    int32_t most = 0;
-    for (const size_t i : who) most = std::max(most, live[i].tokens);
-    const int32_t tokens = t->chance(0.7) ? t->pick(1, 8) : t->pick(9, 300);
-    if (kind < 14 && most + tokens <= longest) return t->extend(who, tokens);
-    who.erase(std::remove_if(who.begin(), who.end(), [&](size_t i) { return live[i].tokens < 8; }),
-              who.end());
-    if (who.empty()) return;
-    t->attend(who, t->pick(0, layers - 1), t->pick(1, 8),
-              t->chance(0.5) ? DType::kFloat16 : DType::kBFloat16, counts);
-  }
   void live_together(int32_t calls) {
     KvTwins twins(twin_config(GetParam().choice), &rng_);
     ASSERT_TRUE(twins.is_made());
-    for (int32_t i = 0; i < calls; ++i) {
-      SCOPED_TRACE("call " + std::to_string(i));
-      step(&twins, false);
-      if (HasFatalFailure()) return;
-      if (i % 10 == 9) twins.expect_equal();
-      if (HasFatalFailure()) return;
-    }
-    twins.expect_equal();
+    twins.live_together(calls, GetParam().longest, true);
   }
 };
 
@@ -359,33 +324,10 @@ TEST_P(KvStoreTwins, SmallUsage) {
             *twins.device().bytes_held(twins.live()[1].device));
 }
 
-// What calls of others leave on the device between the layers of a step or chunk.
 TEST_F(KvStorePages, SmallCallsOfOthersComeBetween) {
   TwinChoice choice;
   choice.format = TiersFormat{};
-  choice.window = 160;
-  choice.num_layers = 4;
-  choice.max_tokens = 400;
-  KvTwins t(twin_config(choice), &rng_);
-  ASSERT_TRUE(t.is_made());
-  for (int32_t i = 0; i < 3; ++i) t.add();
-  t.extend({0, 1, 2}, 12);
-  for (int32_t i = 0; i < 12; ++i) {
-    SCOPED_TRACE("round " + std::to_string(i));
-    const int32_t tokens = t.chance(0.7) ? t.pick(1, 2) : t.pick(9, 20);
-    const std::vector<size_t> who =
-        t.chance(0.5) ? std::vector<size_t>{0, 1} : std::vector<size_t>{1, 0};
-    t.extend(who, tokens, [&] {
-      const int32_t kind = t.pick(0, 5);
-      if (kind == 0) t.attend({2}, 1, 2, DType::kFloat16);
-      if (kind == 1) t.extend({2}, t.pick(1, 2));
-      if (kind == 2) t.attend(who, 0, 1, DType::kFloat16);
-    });
-    t.attend({1, 0}, 1, 1, DType::kFloat16);
-    t.attend(who, 0, 2, DType::kFloat16);
-    if (HasFatalFailure()) return;
-  }
-  t.expect_equal();
+  expect_calls_come_between(choice, &rng_);
 }
 
 // What values kernels refuse is told late, and the store goes on.

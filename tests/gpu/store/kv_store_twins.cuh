@@ -11,6 +11,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/format/element.h"
@@ -288,48 +289,27 @@ class KvTwins {
     expect_ok(device_->take_status());
   }
 
-  // All positions of a layer, decoded.
+  // Some positions of a layer, decoded.
   void expect_decoded(size_t i, int32_t layer, DType dtype) {
-    const CacheLayout& l = config_.layout;
     const int32_t first = pick(0, live_[i].tokens), end = pick(first, live_[i].tokens);
-    const size_t values = static_cast<size_t>(end - first) * l.num_kv_heads * l.head_dim;
-    if (values == 0) return;
-    std::vector<uint16_t> k(values), v(values);
-    LayerRange range = {live_[i].host, layer, first, end, dtype, k.data(), v.data()};
-    expect_ok(host_->decode_range(range));
-    range.sequence = live_[i].device;
-    // An append may still be reading these buffers.
-    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-    range.k = put(&k_, std::vector<uint16_t>(values, 0x7e00));
-    range.v = put(&v_, std::vector<uint16_t>(values, 0x7e00));
-    expect_ok(device_->decode_range(range));
-    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-    expect_values(k, k_.read<uint16_t>(values), dtype, "k");
-    expect_values(v, v_.read<uint16_t>(values), dtype, "v");
+    if (first == end) return;
+    const Decoded x = decode(i, layer, {first, end}, dtype);
+    expect_values(x.k[0], x.k[1], dtype, "k");
+    expect_values(x.v[0], x.v[1], dtype, "v");
   }
 
   // The host goes on with the device's sequence: probabilities that a GPU counts are rounded in
   // another way, so that tokens in doubt become different ones. Returns how many rows of tokens in
   // [first, end) of a layer did.
   int32_t adopt(size_t i, int32_t layer, int32_t first, int32_t end) {
-    const CacheLayout& l = config_.layout;
-    const auto values = static_cast<size_t>(end - first) * l.num_kv_heads * l.head_dim;
-    std::vector<uint16_t> k(values), v(values);
-    LayerRange range = {live_[i].host, layer, first, end, DType::kFloat16, k.data(), v.data()};
-    EXPECT_TRUE(host_->decode_range(range));
-    range.sequence = live_[i].device;
-    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-    range.k = put(&k_, std::vector<uint16_t>(values, 0x7e00));
-    range.v = put(&v_, std::vector<uint16_t>(values, 0x7e00));
-    EXPECT_TRUE(device_->decode_range(range));
-    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-    const std::vector<uint16_t> on_device = v_.read<uint16_t>(values);
+    const Decoded x = decode(i, layer, {first, end}, DType::kFloat16);
+    const int32_t dim = config_.layout.head_dim;
     int32_t others = 0;
-    for (size_t at = 0; at < values; at += l.head_dim) {
+    for (size_t at = 0; at < x.v[0].size(); at += dim) {
       int32_t far = 0;
-      for (size_t d = at; d < at + l.head_dim; ++d) {
-        const float x = half_to_float(v[d]), y = half_to_float(on_device[d]);
-        far += std::fabs(x - y) > 0x1p-9f * (0.5f + std::fabs(x)) ? 1 : 0;
+      for (size_t d = at; d < at + dim; ++d) {
+        const float a = half_to_float(x.v[0][d]), b = half_to_float(x.v[1][d]);
+        far += std::fabs(a - b) > 0x1p-9f * (0.5f + std::fabs(a)) ? 1 : 0;
       }
       others += far > 0 ? 1 : 0;
     }
@@ -401,6 +381,37 @@ class KvTwins {
       refused += a ? 0 : 1;
     }
     return refused;
+  }
+
+  // Random calls; sequences get `longest` tokens at most. bfloats: attention and decoded tokens are
+  // bfloat16 half of the time.
+  void live_together(int32_t calls, int32_t longest, bool bfloats) {
+    for (int32_t i = 0; i < calls; ++i) {
+      SCOPED_TRACE("call " + std::to_string(i));
+      step(longest, bfloats && chance(0.5) ? DType::kBFloat16 : DType::kFloat16);
+      if (i % 5 == 4) expect_equal();
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+    expect_equal();
+  }
+  void step(int32_t longest, DType dtype) {
+    const int32_t layer = pick(0, config_.layout.num_layers - 1), kind = pick(0, 19);
+    const bool is_full = static_cast<int32_t>(live_.size()) == config_.max_sequences;
+    if (live_.empty() || (kind == 0 && !is_full)) return add();
+    const auto one = static_cast<size_t>(pick(0, static_cast<int32_t>(live_.size()) - 1));
+    if (kind == 1) return release(one);
+    if (kind == 2 && !is_full) return fork(one);
+    if (kind == 3) return truncate(one, pick(0, live_[one].tokens));
+    if (kind == 4) return truncate(one, std::max(0, live_[one].tokens - pick(0, 12)));
+    if (kind == 5 && !is_full) return exchange(one);
+    if (kind == 6) return expect_decoded(one, layer, dtype);
+    std::vector<size_t> who = some();
+    int32_t most = 0;
+    for (const size_t i : who) most = std::max(most, live_[i].tokens);
+    const int32_t tokens = chance(0.7) ? pick(1, 8) : pick(9, longest / 2);
+    if (kind < 14 && most + tokens <= longest) return extend(who, tokens);
+    std::erase_if(who, [&](size_t i) { return live_[i].tokens < 8; });
+    if (!who.empty()) attend(who, layer, pick(1, 8), dtype);
   }
 
   struct Ids {
@@ -490,6 +501,26 @@ class KvTwins {
   }
 
  private:
+  // By the host, then by the device.
+  struct Decoded {
+    std::vector<uint16_t> k[2], v[2];
+  };
+  Decoded decode(size_t i, int32_t layer, std::pair<int32_t, int32_t> range, DType dtype) {
+    const auto [first, end] = range;
+    const CacheLayout& l = config_.layout;
+    const auto values = static_cast<size_t>(end - first) * l.num_kv_heads * l.head_dim;
+    Decoded x;
+    x.k[0].resize(values), x.v[0].resize(values);
+    LayerRange call = {live_[i].host, layer, first, end, dtype, x.k[0].data(), x.v[0].data()};
+    expect_ok(host_->decode_range(call));
+    call.sequence = live_[i].device;
+    call.k = put(&k_, std::vector<uint16_t>(values, 0x7e00));
+    call.v = put(&v_, std::vector<uint16_t>(values, 0x7e00));
+    expect_ok(device_->decode_range(call));
+    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    x.k[1] = k_.read<uint16_t>(values), x.v[1] = v_.read<uint16_t>(values);
+    return x;
+  }
   // The host rounds finished values once; kernels may differ by that rounding.
   static void expect_values(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b,
                             DType dtype, const char* what) {
@@ -508,5 +539,32 @@ class KvTwins {
   std::vector<Live> live_;
   Buffer k_, v_, scores_, q_, starts_, out_, lse_, sinks_;
 };
+
+// What calls of others leave on the device between the layers of a step or chunk.
+inline void expect_calls_come_between(TwinChoice choice, std::mt19937* rng) {
+  choice.window = 160;
+  choice.num_layers = 4;
+  choice.max_tokens = 400;
+  KvTwins t(twin_config(choice), rng);
+  ASSERT_TRUE(t.is_made());
+  for (int32_t i = 0; i < 3; ++i) t.add();
+  t.extend({0, 1, 2}, 12);
+  for (int32_t i = 0; i < 12; ++i) {
+    SCOPED_TRACE("round " + std::to_string(i));
+    const int32_t tokens = t.chance(0.7) ? t.pick(1, 2) : t.pick(9, 20);
+    const std::vector<size_t> who =
+        t.chance(0.5) ? std::vector<size_t>{0, 1} : std::vector<size_t>{1, 0};
+    t.extend(who, tokens, [&] {
+      const int32_t kind = t.pick(0, 5);
+      if (kind == 0) t.attend({2}, 1, 2, DType::kFloat16);
+      if (kind == 1) t.extend({2}, t.pick(1, 2));
+      if (kind == 2) t.attend(who, 0, 1, DType::kFloat16);
+    });
+    t.attend({1, 0}, 1, 1, DType::kFloat16);
+    t.attend(who, 0, 2, DType::kFloat16);
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+  t.expect_equal();
+}
 
 }  // namespace tierkv::testing

@@ -38,6 +38,7 @@ namespace emulator {
 inline bool is_pinned = false;
 // The id of the capture that a test pretends; 0: none.
 inline unsigned long long capture = 0;
+inline int multiprocessors = 1;                 // of the device
 inline constexpr int kSharedBytes = 227 << 10;  // that a CTA may have
 }  // namespace emulator
 
@@ -144,7 +145,9 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::kSharedBytes : 1;
+  *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::kSharedBytes
+           : attribute == cudaDevAttrMultiProcessorCount        ? emulator::multiprocessors
+                                                                : 1;
   return cudaSuccess;
 }
 template <class Kernel>
