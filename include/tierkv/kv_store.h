@@ -251,9 +251,9 @@ class TKV_API KvStore final {
 
   // A complete sequence as a container (tierkv/container.h), every chunk with a checksum. Equal
   // states give equal bytes. Any store of an equal config but for capacities and memory takes it. A
-  // store on a device keeps memory for this: on the device the bytes of four layers or of 16 MiB,
-  // in pinned host memory a few MiB, and as much as a sequence takes where the caller's memory is
-  // not pinned. kOutOfMemory where it gets none.
+  // store on a device keeps memory for this: on the device at most four layers and 16 MiB, in
+  // pinned host memory lists of a few percent of the sequence, and the whole of it where the
+  // caller's memory is not pinned. kOutOfMemory where it gets none.
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
   // The same into memory of the caller. A store on a device writes to pinned memory at the speed of
   // the link, and through several threads to other memory. Fresh memory costs more than the export:

@@ -68,6 +68,9 @@ Result<std::unique_ptr<HostPlace>> HostPlace::make_mirror(const StoreConfig& con
   StoreConfig one = config;
   StoreLayout of_one = layout;
   one.max_sequences = of_one.allocator.table.num_sequences = 1;
+  of_one.layer_bytes -= of_one.raw_bytes;
+  of_one.slot_bytes = of_one.layer_bytes * config.layout.num_layers;
+  of_one.raw_bytes = 0;
   auto place = std::make_unique<HostPlace>();
   place->allocator_memory_ =
       map_zeros(static_cast<int64_t>(allocator_bytes(of_one.allocator).total));

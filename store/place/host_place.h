@@ -23,7 +23,7 @@ class HostPlace final : public Place {
   using Memory = std::shared_ptr<void>;
   // A place of one sequence for a store elsewhere, whose layout is given and whose pages begin at
   // `pages`: it has the sequence's table rows and states, and knows where bytes lie that it never
-  // touches. `slot`: layout.slot_bytes. It has no free pages.
+  // touches. `slot`: the states of all layers. It has no free pages.
   static Result<std::unique_ptr<HostPlace>> make_mirror(const StoreConfig& config,
                                                         const StoreLayout& layout,
                                                         std::unique_ptr<RowFormat> format,
@@ -53,7 +53,7 @@ class HostPlace final : public Place {
     HostLayer layer;
     std::unique_ptr<BodyPlan> plan;
   };
-  // Clears the states of a slot and plans its layers, by several threads if blocks are decoded.
+  // Clears the states of a slot and plans its layers, by several threads.
   Result<std::vector<LayerImport>> plan_imports(int32_t slot, const SequenceParts& parts,
                                                 bool decodes_later) const;
   const PagesView& pages() const { return pages_; }

@@ -14,7 +14,7 @@
 namespace tierkv::store {
 namespace {
 
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 ChunkKey key_of(ChunkKind kind, int32_t layer, int32_t head) {
   ChunkKey key;

@@ -117,6 +117,8 @@ class DevicePlace final : public Place {
     uint8_t* pinned = nullptr;
     bool is_direct = false;
   };
+  // Whether parts are of sizes that a sequence of this store can have.
+  bool may_fit(const SequenceParts& parts) const;
   Status begin_receiving(const SequenceParts& parts, Incoming* from);
   Status receive_layers(int32_t slot, const SequenceParts& parts, const Incoming& from,
                         const std::vector<HostPlace::LayerImport>& imports);

@@ -106,7 +106,8 @@ Status DevicePlace::open_mirror() {
   if (mirror_ == nullptr) {
     Result<std::unique_ptr<RowFormat>> format = make_row_format(config_);
     if (!format) return format.status();
-    const Result<PinnedMemory> slot = pinned_memory(layout_.slot_bytes);
+    const int64_t states = (layout_.layer_bytes - layout_.raw_bytes) * config_.layout.num_layers;
+    const Result<PinnedMemory> slot = pinned_memory(std::max<int64_t>(states, 1));
     if (!slot) return slot.status();
     Result<std::unique_ptr<HostPlace>> mirror =
         HostPlace::make_mirror(config_, layout_, std::move(*format), *slot, view_.pages.base);
@@ -131,12 +132,11 @@ Status DevicePlace::copy_tables(int32_t slot) const {
 
 Status DevicePlace::copy_states(int32_t slot, bool comes) const {
   const auto pitch = static_cast<size_t>(layout_.layer_bytes);
-  uint8_t *const there = view_.slots.state(slot, 0), *const here =
-                                                         mirror_->slot_memory() + layout_.raw_bytes;
-  const cudaError_t error =
-      cudaMemcpy2DAsync(comes ? there : here, pitch, comes ? here : there, pitch,
-                        pitch - static_cast<size_t>(layout_.raw_bytes), config_.layout.num_layers,
-                        cudaMemcpyDefault, stream_);
+  const size_t bytes = pitch - static_cast<size_t>(layout_.raw_bytes);
+  uint8_t *const there = view_.slots.state(slot, 0), *const here = mirror_->slot_memory();
+  const cudaError_t error = cudaMemcpy2DAsync(
+      comes ? there : here, comes ? pitch : bytes, comes ? here : there, comes ? bytes : pitch,
+      bytes, config_.layout.num_layers, cudaMemcpyDefault, stream_);
   return cuda_status(error, "states");
 }
 
@@ -203,14 +203,15 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
   Status s = without_bad_alloc([&] { return import_opened(slot, parts); });
   if (s) return s;
   if (link_ != nullptr) (void)link_->finish();  // which may still read the caller's memory
+  mirror_ = nullptr;                            // it may have codebooks that the store does not
   (void)release(slot);
   const Status sound =
       parts.verify ? parts.verify(0, static_cast<int64_t>(parts.raw.size())) : Status::ok();
   return sound ? s : sound;
 }
 
-// Blocks that the device decodes as they are it looks at itself, at the end; where one is damaged
-// the host finds out which, and how.
+// Blocks that the device decodes as they are it looks at itself, at the end. Where anything is
+// damaged the host finds out what.
 Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   if (Status s = open_mirror(); !s) return s;
   Incoming from;
@@ -222,12 +223,31 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   if (Status s = take_pages(slot, plans); !s) return s;
   if (Status s = copy_tables(slot); !s) return s;
   if (Status s = wait(); !s) return s;
-  if (Status s = receive_layers(slot, parts, from, *imports); !s) return s;
-  if (Status s = copy_states(slot, true); !s) return s;
-  const Status finished = finish_import(slot, parts, *imports);
-  if (finished.code() != StatusCode::kCorrupt) return finished;
+  const auto bring = [&] {
+    if (Status s = receive_layers(slot, parts, from, *imports); !s) return s;
+    if (Status s = copy_states(slot, true); !s) return s;
+    return finish_import(slot, parts, *imports);
+  };
+  const Status brought = bring();
+  if (brought.code() != StatusCode::kCorrupt) return brought;
   const auto named = mirror_->plan_imports(0, parts, false);
-  return named ? finished : named.status();
+  return named ? brought : named.status();
+}
+
+bool DevicePlace::may_fit(const SequenceParts& parts) const {
+  const PageTableShape& table = layout_.allocator.table;
+  const int64_t heads = config_.layout.num_kv_heads;
+  // A body begins with less than its part of the state.
+  const int64_t most_bytes = int64_t{view_.pages.rows_per_layer} *
+                                 (table.table_slots[0] + table.table_slots[1]) *
+                                 layout_.page_bytes +
+                             layout_.layer_bytes + heads * int64_t{kMaxHeadDim} * 4;
+  for (size_t row = 0; row < parts.raw.size(); ++row) {
+    const auto raw = static_cast<int64_t>(parts.raw[row].size());
+    const auto body = static_cast<int64_t>(parts.bodies[row].size());
+    if (raw > layout_.raw_bytes || body > most_bytes) return false;
+  }
+  return true;
 }
 
 Status DevicePlace::begin_receiving(const SequenceParts& parts, Incoming* from) {
@@ -269,12 +289,14 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
     const std::lock_guard<std::mutex> lock(mutex);
     ranges[layer] = std::move(placed);
     is_there[layer] = 1;
-    for (; next < num_layers && is_there[next] != 0; ++next) {
-      const uint8_t* const at = parts.raw[next * heads].data();
+    while (next < num_layers && is_there[next] != 0) {
+      const int64_t given = std::exchange(next, num_layers);  // the last one where it fails
+      const uint8_t* const at = parts.raw[given * heads].data();
       Status sent = on_device([&] {
-        return link_->receive(slot, parts.layers[next], at, std::move(ranges[next]), prunes_);
+        return link_->receive(slot, parts.layers[given], at, std::move(ranges[given]), prunes_);
       });
       if (!sent) return sent;
+      next = given + 1;
     }
     return Status::ok();
   });

@@ -12,6 +12,7 @@ namespace tierkv::store {
 namespace {
 
 constexpr int64_t kGroupBytes = int64_t{4} << 20;  // that layers go in at least
+constexpr int64_t kMostParts = 65535;              // of a group: lines of a grid
 constexpr int64_t kListBytes = int64_t{1} << 20;
 constexpr int64_t kHostStep = int64_t{32} << 20;
 constexpr int64_t kRangeBytes = int64_t{16} << 10;  // that a CTA takes
@@ -94,7 +95,9 @@ Status SequenceLink::make_groups(std::span<const int64_t> part_bytes) {
     if ((i + 1) % (int64_t{2} * view_.num_kv_heads) != 0) continue;
     group_of_.push_back(static_cast<int32_t>(groups_.size()));
     group.end_layer = static_cast<int32_t>(group_of_.size());
-    if (group.bytes < kGroupBytes && i + 1 < num_parts) continue;
+    const int64_t layers = group.end_layer - group.first_layer + 1;
+    const bool takes_more = layers * 2 * view_.num_kv_heads <= kMostParts;
+    if (group.bytes < kGroupBytes && takes_more && i + 1 < num_parts) continue;
     groups_.push_back(group);
     group = {group.end_layer, group.end_layer, 0, 0, group.host_byte + group.bytes};
   }
@@ -108,14 +111,19 @@ Status SequenceLink::allocate() {
     blocks = std::max(blocks, group.blocks);
   }
   if (bytes > staged_bytes_ || blocks > num_sums_) {
-    memory_ = std::make_unique<DeviceMemory>("layers of a sequence that is exported or imported");
+    memory_ = nullptr;
     staged_bytes_ = num_sums_ = 0;
     device_fault_ = nullptr;
+    auto memory =
+        std::make_unique<DeviceMemory>("layers of a sequence that is exported or imported");
     for (uint8_t*& staged : staged_) {
-      if (Status s = memory_->take(bytes, &staged); !s) return s;
+      if (Status s = memory->take(bytes, &staged); !s) return s;
     }
-    if (Status s = memory_->take(blocks * kChecksumLanes, &sums_); !s) return s;
-    if (Status s = memory_->take(1, &device_fault_); !s) return s;
+    int32_t* fault = nullptr;
+    if (Status s = memory->take(blocks * kChecksumLanes, &sums_); !s) return s;
+    if (Status s = memory->take(1, &fault); !s) return s;
+    memory_ = std::move(memory);
+    device_fault_ = fault;
     staged_bytes_ = bytes;
     num_sums_ = blocks;
   }
@@ -308,9 +316,11 @@ Status SequenceLink::copy_group(int32_t group) {
   if (!comes_ || group >= kRing) error = cudaStreamWaitEvent(copies_, before, 0);
   if (Status s = cuda_status(error, "link"); !s) return s;
   uint8_t* const host = host_ + of.host_byte;
-  error = cudaMemcpyAsync(comes_ ? staged(group) : host, comes_ ? host : staged(group),
-                          static_cast<size_t>(of.bytes),
-                          comes_ ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, copies_);
+  if (of.bytes > 0) {
+    error = cudaMemcpyAsync(comes_ ? staged(group) : host, comes_ ? host : staged(group),
+                            static_cast<size_t>(of.bytes),
+                            comes_ ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, copies_);
+  }
   if (Status s = cuda_status(error, "link"); !s) return s;
   return cuda_status(cudaEventRecord(event_of(comes_ ? between_[group] : done_[group]), copies_),
                      "link");

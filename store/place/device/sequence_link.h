@@ -37,7 +37,7 @@ class SequenceLink {
   // what comes already, and keeps it until finish(). Waits for what was before. kOutOfMemory,
   // kCuda.
   Status begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes, bool is_there);
-  // Pinned memory of that size that stays until begin(): what other memory goes through.
+  // Pinned memory of that size that stays until more is asked for: what other memory goes through.
   Result<uint8_t*> host_memory(int64_t bytes);
   // bodies: [num_kv_heads].
   Status send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies);

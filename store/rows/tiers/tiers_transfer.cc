@@ -42,10 +42,9 @@ void for_parts(const PageLayout& layout, int32_t tiles, const Each& each) {
 
 // Bytes of a side's tiles with tokens.
 int64_t tile_bytes(const PageLayout& layout, int32_t tokens) {
-  int64_t bytes = 0;
-  for_parts(layout, tile_count(tokens),
-            [&](Component, bool, PagePart part) { bytes += part.bytes; });
-  return bytes;
+  int64_t of_tile = 0;
+  for_parts(layout, 1, [&](Component, bool, PagePart part) { of_tile += part.bytes; });
+  return of_tile * tile_count(tokens);
 }
 
 }  // namespace
