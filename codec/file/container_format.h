@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "codec/format/xxh3_keys.h"
 #include "tierkv/container.h"
 
 namespace tierkv {
@@ -30,14 +31,6 @@ struct ContainerHeader {
 };
 
 uint64_t xxh3(const uint8_t* bytes, size_t size);
-
-// What XXH3 mixes with runs of more than kXxh3ShortBytes; shorter ones it hashes in other ways.
-inline constexpr int64_t kXxh3ShortBytes = 240;
-struct Xxh3Keys {
-  uint64_t stripes[24];  // lane i of stripe s of a block: [s + i]; of scrambling: [16 + i]
-  uint64_t last[8];      // of the last stripe
-  uint64_t merge[8];
-};
 Xxh3Keys xxh3_keys();
 
 void store_container_header(const ContainerHeader& header, uint8_t out[kContainerHeaderBytes]);

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "codec/file/container_format.h"
+#include "codec/format/xxh3_keys.h"
 #include "gpu/pdl.cuh"
 #include "gpu/warp.cuh"
 

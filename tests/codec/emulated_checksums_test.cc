@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "codec/file/container_format.h"
 #include "codec/gpu/chunk_checksums.cuh"
 #include "tests/support/emulator/fibers.h"
 #include "tests/support/fresh_random.h"

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "codec/file/container_format.h"
 #include "gpu/cuda_device.cuh"
 #include "gpu/launch.cuh"
 
