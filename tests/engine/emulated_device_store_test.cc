@@ -127,8 +127,9 @@ TEST_F(EmulatedDeviceStore, RefusesHostileBodies) {
     if (HasFatalFailure()) return;
   }
 }
-// A block of no bytes has no place where pages are full, or where there are none.
-TEST_F(EmulatedDeviceStore, RefusesBlocksWithoutBytes) {
+// Bodies that no sequence has: blocks of no bytes, which have no place where pages are full, and
+// more bytes than the store's pages.
+TEST_F(EmulatedDeviceStore, RefusesImpossibleBodies) {
   TwinChoice choice;
   choice.memory_bytes = 128 << 20;
   KvTwins t(twin_config(choice), &rng_);
@@ -138,25 +139,32 @@ TEST_F(EmulatedDeviceStore, RefusesBlocksWithoutBytes) {
   const auto bytes = t.device().export_sequence(t.live()[0].device);
   ASSERT_TRUE(bytes);
   const auto reader = ContainerReader::from_bytes(*bytes, "sequence");
-  std::vector<ChunkBlock> blocks(1);
-  for (size_t c = 0; c < reader->chunks().size(); ++c) {
-    std::vector<uint8_t> body;
-    ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &body));
-    if (reader->chunks()[c].key.kind == ChunkKind::kStorePage) {
-      ASSERT_EQ(body.front(), 1);  // fixed, so that the device would decode the blocks
-      const size_t head = 32 + 2 * choice.head_dim;
-      const int32_t units = 2 * store::block_count(t.live()[0].tokens - choice.window);
-      body.resize(head + store::round_up(units, 4) * sizeof(uint32_t));
-      std::fill(body.begin() + static_cast<int64_t>(head), body.end(), uint8_t{0});
+  const size_t head = 32 + 2 * choice.head_dim;
+  const int32_t units = 2 * store::block_count(t.live()[0].tokens - choice.window);
+  for (const bool is_empty : {true, false}) {
+    std::vector<ChunkBlock> blocks(1);
+    bool is_first = true;
+    for (size_t c = 0; c < reader->chunks().size(); ++c) {
+      std::vector<uint8_t> body;
+      ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &body));
+      const bool is_body = reader->chunks()[c].key.kind == ChunkKind::kStorePage;
+      if (is_body && is_empty) {
+        ASSERT_EQ(body.front(), 1);  // fixed, so that the device would decode the blocks
+        body.resize(head + store::round_up(units, 4) * sizeof(uint32_t));
+        std::fill(body.begin() + static_cast<int64_t>(head), body.end(), uint8_t{0});
+      }
+      if (is_body && !is_empty && std::exchange(is_first, false)) {
+        body.resize(static_cast<size_t>(choice.memory_bytes));
+      }
+      blocks[0].add(reader->chunks()[c].key, body);
     }
-    blocks[0].add(reader->chunks()[c].key, body);
+    const std::vector<uint8_t> bad = assemble_container(blocks);
+    const auto a = t.host().import_sequence(bad.data(), bad.size());
+    const auto b = t.device().import_sequence(bad.data(), bad.size());
+    EXPECT_EQ(a.status().code(), StatusCode::kCorrupt);
+    EXPECT_EQ(b.status().code(), StatusCode::kCorrupt);
+    EXPECT_EQ(a.status().message(), b.status().message());
   }
-  const std::vector<uint8_t> bad = assemble_container(blocks);
-  const auto a = t.host().import_sequence(bad.data(), bad.size());
-  const auto b = t.device().import_sequence(bad.data(), bad.size());
-  EXPECT_EQ(a.status().code(), StatusCode::kCorrupt);
-  EXPECT_EQ(b.status().code(), StatusCode::kCorrupt);
-  EXPECT_EQ(a.status().message(), b.status().message());
   t.exchange(0);
   t.expect_equal();
 }
