@@ -159,11 +159,13 @@ TEST_F(EmulatedDeviceStore, RefusesImpossibleBodies) {
       blocks[0].add(reader->chunks()[c].key, body);
     }
     const std::vector<uint8_t> bad = assemble_container(blocks);
+    const size_t pinned = emulator::pinned_bytes;
     const auto a = t.host().import_sequence(bad.data(), bad.size());
     const auto b = t.device().import_sequence(bad.data(), bad.size());
     EXPECT_EQ(a.status().code(), StatusCode::kCorrupt);
     EXPECT_EQ(b.status().code(), StatusCode::kCorrupt);
     EXPECT_EQ(a.status().message(), b.status().message());
+    EXPECT_LT(emulator::pinned_bytes - pinned, size_t{1} << 26) << "taken for it";
   }
   t.exchange(0);
   t.expect_equal();

@@ -214,6 +214,12 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
 // damaged the host finds out what.
 Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   if (Status s = open_mirror(); !s) return s;
+  // Sizes that no sequence has must not take memory.
+  if (!may_fit(parts)) {
+    const auto refused = mirror_->plan_imports(0, parts, false);
+    return refused ? Status(StatusCode::kOutOfRange, "a body is larger than its table's pages")
+                   : refused.status();
+  }
   Incoming from;
   if (Status s = begin_receiving(parts, &from); !s) return s;
   const Result<std::vector<HostPlace::LayerImport>> imports = mirror_->plan_imports(0, parts, true);

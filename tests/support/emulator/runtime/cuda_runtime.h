@@ -36,6 +36,7 @@ struct cudaPointerAttributes {
 namespace emulator {
 // Whether memory of callers counts as pinned.
 inline bool is_pinned = false;
+inline size_t pinned_bytes = 0;  // that were ever taken
 // The id of the capture that a test pretends; 0: none.
 inline unsigned long long capture = 0;
 inline int multiprocessors = 1;                 // of the device
@@ -72,6 +73,7 @@ inline cudaError_t cudaFreeAsync(void* p, cudaStream_t) {
   return cudaFree(p);
 }
 inline cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
+  emulator::pinned_bytes += bytes;
   return cudaMalloc(p, bytes);
 }
 inline cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
