@@ -255,8 +255,8 @@ class TKV_API KvStore final {
   // pinned host memory lists of a few percent of the sequence, and the whole of it where the
   // caller's memory is not pinned. kOutOfMemory where it gets none.
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
-  // The same into memory of the caller. A store on a device writes to pinned memory at the speed of
-  // the link, and through several threads to other memory. Fresh memory costs more than the export:
+  // The same into memory of the caller. A store on a device writes to pinned memory directly,
+  // and to other memory by several threads. Fresh memory costs more than the export:
   // use it again. kBufferTooSmall, with the bytes needed, where the target gives none. A failure
   // while the memory is filled (kCuda) leaves no sequence there.
   Status export_sequence(SequenceId sequence, const ExportTarget& target);

@@ -61,6 +61,17 @@ def to_numpy(x: ArrayLike, name: str) -> Array:
     return np.asarray(x)
 
 
+def byte_memory(data: Any, name: str) -> Array:
+    """The memory of bytes, or of an array or CPU tensor of uint8."""
+    is_plain = isinstance(data, (bytes, bytearray, memoryview))
+    if not (is_plain or is_tensor(data) or isinstance(data, np.ndarray) or hasattr(data, "__dlpack__")):
+        raise ArgumentTypeError(f"{name}: neither bytes nor an array of uint8")
+    array: Array = np.frombuffer(data, np.uint8) if is_plain else to_numpy(data, name)
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise ArgumentTypeError(f"{name}: neither bytes nor a dense array of uint8 with one dimension")
+    return array
+
+
 def values(x: ArrayLike, name: str, shape: "Sequence[Union[int, None]]") -> Values:
     """Keys or values: float16, bfloat16 (ml_dtypes or torch) or float32; float64 is refused, not rounded."""
     if str(getattr(x, "dtype", "")) == "torch.bfloat16":

@@ -26,7 +26,7 @@ import numpy as np
 
 from . import _device
 from . import _library as lib
-from ._arrays import DTYPES, Array, ArrayLike, is_tensor, like, pointer, to_numpy, values
+from ._arrays import DTYPES, Array, ArrayLike, byte_memory, is_tensor, like, pointer, values
 from .errors import ArgumentTypeError, BufferTooSmallError, InvalidArgumentError, OutOfRangeError, StaleSequenceError
 from .profile import PAIRINGS, ProfileData, Rope, frequencies, profile_struct
 
@@ -390,10 +390,10 @@ class KvStore:
         """A sequence as bytes, for any store of the same layout, format and profile; capacities may differ.
 
         `out`: a writable array or CPU tensor of uint8 that takes them, whose bytes are counted in the result; BufferTooSmallError where it has too few. A store on a GPU
-        writes to pinned memory (torch.empty(..., pin_memory=True)) at the speed of the link, to other memory by a copy."""
+        writes to pinned memory (torch.empty(..., pin_memory=True)) directly, to other memory by a copy."""
         buffer = lib.Buffer()
         if out is not None:
-            to = _bytes_of(out, "out")
+            to = byte_memory(out, "out")
             if not to.flags.writeable:
                 raise InvalidArgumentError("out: not writable")
             buffer.data, buffer.capacity = pointer(to), to.size
@@ -415,7 +415,7 @@ class KvStore:
     def import_sequence(self, data: Union[bytes, bytearray, memoryview, ArrayLike]) -> int:
         """The sequence that export_sequence() wrote: bytes, or an array or CPU tensor of uint8. CorruptError, VersionError; InvalidArgumentError for another config;
         OutOfPagesError."""
-        array = _bytes_of(data, "data")
+        array = byte_memory(data, "data")
         return self._number("tkv_kv_import_sequence", pointer(array), array.size)
 
     def close(self) -> None:
@@ -494,17 +494,6 @@ def _as(bits: Array, dtype: str, queries: ArrayLike) -> Any:
     if not is_tensor(queries):
         return bits.view(queries.dtype)
     return like(bits.view(np.int16), queries).view(sys.modules["torch"].bfloat16)
-
-
-def _bytes_of(data: Any, name: str) -> Array:
-    """The memory of bytes, or of an array or CPU tensor of uint8."""
-    is_plain = isinstance(data, (bytes, bytearray, memoryview))
-    if not (is_plain or is_tensor(data) or isinstance(data, np.ndarray) or hasattr(data, "__dlpack__")):
-        raise ArgumentTypeError(f"{name}: neither bytes nor an array of uint8")
-    array: Array = np.frombuffer(data, np.uint8) if is_plain else to_numpy(data, name)
-    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
-        raise ArgumentTypeError(f"{name}: neither bytes nor a dense array of uint8 with one dimension")
-    return array
 
 
 def _id(sequence: int) -> ctypes.c_uint64:

@@ -47,7 +47,7 @@ class HostPlace final : public Place {
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
-  // What leaves, but for write().
+  // Everything of an export except write().
   SequenceSource describe(const LayerMoves& layers) const;
   struct LayerImport {
     HostLayer layer;

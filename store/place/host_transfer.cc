@@ -109,7 +109,7 @@ Status HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
 
 namespace {
 
-// As many as the rows' tokens are worth.
+// How many threads the tokens of all rows are worth.
 int32_t threads_of(const CacheLayout& layout, const LayerTokens& at) {
   const int64_t rows = int64_t{layout.num_layers} * layout.num_kv_heads;
   return threads_for(rows * at.tokens * layout.head_dim);

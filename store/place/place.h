@@ -67,7 +67,8 @@ struct SequenceParts {
   std::vector<std::span<const uint8_t>> shared;  // [num_layers]
   std::vector<std::span<const uint8_t>> raw;     // [num_layers * num_kv_heads]
   std::vector<std::span<const uint8_t>> bodies;  // likewise
-  // As of SequenceSource. Empty: nobody asks, and nothing lies behind the parts.
+  // The checksums that SequenceSource::write() found. Empty: nobody compares them, and nothing lies
+  // behind the parts.
   std::vector<uint64_t> checksums;
   // Whether the checksums of the parts of `count` rows match; null: they do. A place asks for all
   // rows, or compares them itself, before it says that an import has succeeded, or failed for

@@ -113,7 +113,7 @@ class ChunkPlan {
     std::fill(std::copy(payload.begin(), payload.end(), at), at + padded, uint8_t{0});
     set_checksum(chunk, xxh3(at, padded));
   }
-  // Of the payload and the zeros behind it, up to a multiple of kChunkAlignment.
+  // The checksum covers the payload and the zeros behind it, up to a multiple of kChunkAlignment.
   void set_checksum(int64_t chunk, uint64_t checksum) { chunks_[chunk].checksum = checksum; }
   void finish(uint8_t* container) const {
     const std::vector<uint8_t> index = store_index(chunks_);

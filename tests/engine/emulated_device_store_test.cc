@@ -11,7 +11,7 @@
 #include "store/place/device/sequence_link.cu"
 #include "store/rows/coded/device_coded_rows.cu"
 #include "tests/engine/support/emulated_attention.h"
-#include "tests/gpu/store/kv_store_twins.cuh"
+#include "tests/gpu/store/twin_calls.cuh"
 
 namespace tierkv {
 
@@ -47,7 +47,7 @@ class EmulatedDeviceStore : public RandomTest {
     t.extend({0}, std::min(longest, 300));
     ASSERT_FALSE(HasFatalFailure());
     coded_tokens_ += t.device().usage()->body_tokens;
-    t.live_together(calls, longest, false);
+    testing::live_together(&t, calls, longest, false);
   }
   int64_t coded_tokens_ = 0;
 };

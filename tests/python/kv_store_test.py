@@ -123,9 +123,9 @@ class Sequences(KvStoreTest):
                 np.testing.assert_array_equal(other.attend(there, 0, q).out, store.attend(id, 0, q).out)
                 with self.assertRaises(tierkv.CorruptError):
                     other.import_sequence(data[:-1])
-            room = np.zeros(len(data) + 5, np.uint8)
+            room = np.full(len(data) + 5, 0xa5, np.uint8)
             self.assertEqual(store.export_sequence(id, out=room), len(data))
-            self.assertEqual(room[:-5].tobytes(), data)
+            self.assertEqual(room.tobytes(), data + 5 * b"\xa5")
             again = store.import_sequence(room[:-5])
             self.assertEqual(store.export_sequence(again), data)
             store.release(again)

@@ -104,14 +104,15 @@ class DevicePlace final : public Place {
   // The mirror, emptied, and the link.
   Status open_mirror();
   Status copy_tables(int32_t slot) const;
-  // Of all layers, to the mirror or from there.
+  // Copies the states of all layers to the mirror, or from it.
   Status copy_states(int32_t slot, bool comes) const;
   Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans);
   Status send_layers(int32_t slot, const LayerMoves& layers, const std::vector<int64_t>& sizes,
                      const std::vector<uint8_t*>& parts);
   uint64_t checksum_of(int64_t part, int64_t bytes, const uint8_t* at) const;
   Status import_opened(int32_t slot, const SequenceParts& parts);
-  // A sequence that comes in: its bytes from the first part on, pinned; is_direct: the caller's.
+  // A sequence that comes in. pinned: its bytes from the first part on; is_direct: they are the
+  // caller's.
   struct Incoming {
     std::vector<int64_t> sizes;  // of the parts
     uint8_t* pinned = nullptr;

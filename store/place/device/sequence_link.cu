@@ -179,7 +179,7 @@ Result<const T*> SequenceLink::put(const T* from, int64_t count) {
   return static_cast<const T*>(*to);
 }
 
-Result<uint8_t*> SequenceLink::join(int32_t slot, LayerTokens at) {
+uint8_t* SequenceLink::join(int32_t slot, LayerTokens at) {
   LinkRaw raw;
   raw.raw = view_.raw;
   raw.laws = view_.laws;
@@ -265,7 +265,7 @@ Status SequenceLink::find_checksums() const {
 }
 
 Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies) {
-  if (const auto joined = join(slot, at); !joined) return joined.status();
+  join(slot, at);
   const ChecksumChunk* const parts = moves_.back().raw.parts;
   PageRanges ranges;
   size_t count = bodies.size();
@@ -288,8 +288,7 @@ Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const Exported
 
 Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
                              bool can_prune) {
-  const Result<uint8_t*> to = join(slot, at);
-  if (!to) return to.status();
+  uint8_t* const to = join(slot, at);
   moves_.back().raw.can_prune = can_prune;
   const ChecksumChunk* const parts = moves_.back().raw.parts;
   const ChecksumChunk& last = parts[2 * view_.num_kv_heads - 1];
@@ -297,7 +296,7 @@ Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from, 
   for (PageRange& range : ranges) {
     if (range.from == nullptr) continue;
     if (range.from >= from && range.from < from + bytes) {
-      range.from = *to + (range.from - from);
+      range.from = to + (range.from - from);
     } else {
       const Result<const uint8_t*> mapped = put(range.from, range.bytes);
       if (!mapped) return mapped.status();
@@ -310,21 +309,21 @@ Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from, 
 // The copy of a group: the first half of what comes, the second half of what leaves.
 Status SequenceLink::copy_group(int32_t group) {
   const Group& of = groups_[group];
-  cudaEvent_t before = nullptr;
-  if (!comes_) before = event_of(between_[group]);
-  if (comes_ && group >= kRing) before = event_of(done_[group - kRing]);
+  const Event* before = nullptr;
+  if (!comes_) before = &between_[group];
+  if (comes_ && group >= kRing) before = &done_[group - kRing];
   cudaError_t error = cudaSuccess;
-  if (!comes_ || group >= kRing) error = cudaStreamWaitEvent(copies_, before, 0);
-  if (Status s = cuda_status(error, "link"); !s) return s;
+  if (before != nullptr) error = cudaStreamWaitEvent(copies_, event_of(*before), 0);
   uint8_t* const host = host_ + of.host_byte;
-  if (of.bytes > 0) {
+  if (error == cudaSuccess && of.bytes > 0) {
     error = cudaMemcpyAsync(comes_ ? staged(group) : host, comes_ ? host : staged(group),
                             static_cast<size_t>(of.bytes),
                             comes_ ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, copies_);
   }
-  if (Status s = cuda_status(error, "link"); !s) return s;
-  return cuda_status(cudaEventRecord(event_of(comes_ ? between_[group] : done_[group]), copies_),
-                     "link");
+  if (error == cudaSuccess) {
+    error = cudaEventRecord(event_of(comes_ ? between_[group] : done_[group]), copies_);
+  }
+  return cuda_status(error, "link");
 }
 
 Status SequenceLink::enqueue_group() {

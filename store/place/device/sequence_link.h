@@ -72,9 +72,9 @@ class SequenceLink {
   Result<T*> take(int64_t count);
   template <class T>
   Result<const T*> put(const T* from, int64_t count);
-  // The next layer, and where its parts are staged.
-  Result<uint8_t*> join(int32_t slot, LayerTokens at);
-  // What the layer that has joined moves; enqueues its group where it is the last.
+  // Takes the next layer; returns where its parts are staged.
+  uint8_t* join(int32_t slot, LayerTokens at);
+  // Sets what the layer that has joined moves, and enqueues its group where it is the last one.
   Status add_ranges(const PageRanges& ranges);
   Status enqueue_group();
   Status copy_group(int32_t group);
@@ -98,7 +98,7 @@ class SequenceLink {
   PinnedMemory host_memory_;
   int64_t host_bytes_ = 0;
 
-  // Of the sequence under way.
+  // About the sequence that is being moved.
   uint8_t* host_ = nullptr;
   bool comes_ = false, is_there_ = false;
   ChecksumChunk* parts_ = nullptr;  // [parts], by their places in a group; mapped
@@ -106,7 +106,7 @@ class SequenceLink {
   std::vector<Group> groups_;
   std::vector<int32_t> group_of_;  // [layers]
   int32_t layer_ = 0, group_ = 0;  // the next, and its group
-  // Of the group that is filled.
+  // The layers of the group that is being filled.
   struct Move {
     LinkRaw raw;
     LinkRanges ranges;

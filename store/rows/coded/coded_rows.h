@@ -165,9 +165,9 @@ class CodedRows final : public RowFormat {
   Status import_layer(const ImportWork& work, LayerBooks* books, LayerDraft* draft) const;
   Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft,
                     std::vector<WeightedRow>* rows) const;
-  // Of a body before its blocks.
+  // Bytes of a body before its blocks.
   int64_t head_bytes(bool fixed, int32_t blocks) const;
-  // But for its values.
+  // Checks everything but its values.
   Status check_raw_block(std::span<const uint8_t> bytes, int32_t tokens) const;
 
   StoreConfig config_;

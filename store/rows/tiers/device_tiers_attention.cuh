@@ -224,8 +224,8 @@ class DeviceTiersAttention {
   }
 
   StoreConfig config_;
-  // Of coded layers, then of raw ones. These have a plan of their own, so that the others need not
-  // be of several classes.
+  // Attention of layers with codes, then of raw layers. Raw layers have a plan of their own, so
+  // that one class of the others stays one.
   std::vector<TiersAttention> parts_;
   std::vector<uint8_t> is_raw_layer_;   // [num_layers]
   std::vector<uint8_t> class_of_head_;  // [num_layers * num_kv_heads], 0 in raw layers

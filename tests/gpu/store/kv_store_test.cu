@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The store in device memory beside the host's: equal bytes after random calls, attention that
 // agrees, captured steps, and what happens where pages run out.
-#include "tests/gpu/store/kv_store_twins.cuh"
+#include "tests/gpu/store/twin_calls.cuh"
 
 namespace tierkv::testing {
 namespace {
@@ -62,7 +62,7 @@ class KvStoreTwins : public ::testing::TestWithParam<TwinCase>, protected FreshR
   void live_together(int32_t calls) {
     KvTwins twins(twin_config(GetParam().choice), &rng_);
     ASSERT_TRUE(twins.is_made());
-    twins.live_together(calls, GetParam().longest, true);
+    testing::live_together(&twins, calls, GetParam().longest, true);
   }
 };
 

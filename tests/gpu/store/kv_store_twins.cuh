@@ -337,6 +337,7 @@ class KvTwins {
       ASSERT_EQ(cudaHostAlloc(&memory, bytes->size(), cudaHostAllocMapped), cudaSuccess);
       pinned = {memory, [](void* p) { (void)cudaFreeHost(p); }};
       from = static_cast<uint8_t*>(memory);
+      std::memset(from, 0xa5, bytes->size());
       const auto room = [&](size_t size) { return size == bytes->size() ? from : nullptr; };
       ASSERT_TRUE(device_->export_sequence(live_[i].device, room));
       ASSERT_TRUE(std::equal(bytes->begin(), bytes->end(), from));
@@ -381,37 +382,6 @@ class KvTwins {
       refused += a ? 0 : 1;
     }
     return refused;
-  }
-
-  // Random calls; sequences get `longest` tokens at most. bfloats: attention and decoded tokens are
-  // bfloat16 half of the time.
-  void live_together(int32_t calls, int32_t longest, bool bfloats) {
-    for (int32_t i = 0; i < calls; ++i) {
-      SCOPED_TRACE("call " + std::to_string(i));
-      step(longest, bfloats && chance(0.5) ? DType::kBFloat16 : DType::kFloat16);
-      if (i % 5 == 4) expect_equal();
-      if (::testing::Test::HasFatalFailure()) return;
-    }
-    expect_equal();
-  }
-  void step(int32_t longest, DType dtype) {
-    const int32_t layer = pick(0, config_.layout.num_layers - 1), kind = pick(0, 19);
-    const bool is_full = static_cast<int32_t>(live_.size()) == config_.max_sequences;
-    if (live_.empty() || (kind == 0 && !is_full)) return add();
-    const auto one = static_cast<size_t>(pick(0, static_cast<int32_t>(live_.size()) - 1));
-    if (kind == 1) return release(one);
-    if (kind == 2 && !is_full) return fork(one);
-    if (kind == 3) return truncate(one, pick(0, live_[one].tokens));
-    if (kind == 4) return truncate(one, std::max(0, live_[one].tokens - pick(0, 12)));
-    if (kind == 5 && !is_full) return exchange(one);
-    if (kind == 6) return expect_decoded(one, layer, dtype);
-    std::vector<size_t> who = some();
-    int32_t most = 0;
-    for (const size_t i : who) most = std::max(most, live_[i].tokens);
-    const int32_t tokens = chance(0.7) ? pick(1, 8) : pick(9, longest / 2);
-    if (kind < 14 && most + tokens <= longest) return extend(who, tokens);
-    std::erase_if(who, [&](size_t i) { return live_[i].tokens < 8; });
-    if (!who.empty()) attend(who, layer, pick(1, 8), dtype);
   }
 
   struct Ids {
@@ -539,32 +509,5 @@ class KvTwins {
   std::vector<Live> live_;
   Buffer k_, v_, scores_, q_, starts_, out_, lse_, sinks_;
 };
-
-// What calls of others leave on the device between the layers of a step or chunk.
-inline void expect_calls_come_between(TwinChoice choice, std::mt19937* rng) {
-  choice.window = 160;
-  choice.num_layers = 4;
-  choice.max_tokens = 400;
-  KvTwins t(twin_config(choice), rng);
-  ASSERT_TRUE(t.is_made());
-  for (int32_t i = 0; i < 3; ++i) t.add();
-  t.extend({0, 1, 2}, 12);
-  for (int32_t i = 0; i < 12; ++i) {
-    SCOPED_TRACE("round " + std::to_string(i));
-    const int32_t tokens = t.chance(0.7) ? t.pick(1, 2) : t.pick(9, 20);
-    const std::vector<size_t> who =
-        t.chance(0.5) ? std::vector<size_t>{0, 1} : std::vector<size_t>{1, 0};
-    t.extend(who, tokens, [&] {
-      const int32_t kind = t.pick(0, 5);
-      if (kind == 0) t.attend({2}, 1, 2, DType::kFloat16);
-      if (kind == 1) t.extend({2}, t.pick(1, 2));
-      if (kind == 2) t.attend(who, 0, 1, DType::kFloat16);
-    });
-    t.attend({1, 0}, 1, 1, DType::kFloat16);
-    t.attend(who, 0, 2, DType::kFloat16);
-    if (::testing::Test::HasFatalFailure()) return;
-  }
-  t.expect_equal();
-}
 
 }  // namespace tierkv::testing

@@ -112,7 +112,7 @@ class ServingLoop(unittest.TestCase):
                 cache.prompt(0, prompt)
                 store = cache.store
                 data = store.export_sequence(cache.ids[0])
-                room = torch.zeros(len(data) + 16, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+                room = torch.full((len(data) + 16,), 0xa5, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
                 self.assertEqual(store.export_sequence(cache.ids[0], out=room), len(data))
                 self.assertEqual(bytes(room[:-16].numpy()), data, f"{format}, seed {SEED}")
                 store.release(cache.ids[1])
