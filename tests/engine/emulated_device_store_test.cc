@@ -127,6 +127,45 @@ TEST_F(EmulatedDeviceStore, RefusesHostileBodies) {
     if (HasFatalFailure()) return;
   }
 }
+// Numbers that no encoder writes, in chunks whose checksums are right.
+TEST_F(EmulatedDeviceStore, RefusesImpossibleNumbers) {
+  const auto refused = [&](const BodyFormat& format, ChunkKind kind, const auto& damage) {
+    TwinChoice choice;
+    choice.format = format;
+    choice.memory_bytes = 128 << 20;
+    KvTwins t(twin_config(choice), &rng_);
+    ASSERT_TRUE(t.is_made());
+    t.add();
+    t.extend({0}, 360);
+    const auto bytes = t.host().export_sequence(t.live()[0].host);
+    ASSERT_TRUE(bytes);
+    const auto reader = ContainerReader::from_bytes(*bytes, "sequence");
+    std::vector<ChunkBlock> blocks(1);
+    bool is_first = true;
+    for (size_t c = 0; c < reader->chunks().size(); ++c) {
+      std::vector<uint8_t> payload;
+      ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &payload));
+      const bool is_victim = reader->chunks()[c].key.kind == kind;
+      if (is_victim && std::exchange(is_first, false)) damage(&payload);
+      blocks[0].add(reader->chunks()[c].key, payload);
+    }
+    const std::vector<uint8_t> bad = assemble_container(blocks);
+    const auto a = t.host().import_sequence(bad.data(), bad.size());
+    const auto b = t.device().import_sequence(bad.data(), bad.size());
+    EXPECT_EQ(a.status().code(), StatusCode::kCorrupt);
+    EXPECT_EQ(b.status().code(), StatusCode::kCorrupt);
+    EXPECT_EQ(a.status().message(), b.status().message());
+  };
+  // An infinite value; a count of queries beyond what is counted.
+  const auto infinite = [](auto* raw) { (*raw)[0] = 0, (*raw)[1] = 0x7c; };
+  refused(CodedFormat{}, ChunkKind::kStoreRow, infinite);
+  refused(CodedFormat{}, ChunkKind::kStoreRow, [](auto* raw) { raw->back() = 0x7f; });
+  // The last zero point; the scale before it.
+  refused(TiersFormat{}, ChunkKind::kStorePage, [](auto* body) { body->back() = 0x7c; });
+  refused(TiersFormat{}, ChunkKind::kStorePage, [](auto* body) { body->end()[-3] = 0x81; });
+  refused(ChannelFormat{}, ChunkKind::kStorePage,
+          [](auto* body) { std::fill(body->begin(), body->end(), uint8_t{0x7c}); });
+}
 // Bodies that no sequence has: blocks of no bytes, which have no place where pages are full, and
 // more bytes than the store's pages.
 TEST_F(EmulatedDeviceStore, RefusesImpossibleBodies) {
