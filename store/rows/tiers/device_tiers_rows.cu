@@ -130,22 +130,21 @@ Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& co
     return Status(StatusCode::kInvalidArgument, "a chunk of several layers at once");
   }
   if (works.most_leaving <= kMaxStepTokens) {
-    return launch(plan_tiers_kernel, rows, call, "plan of tiers");
+    return launch(plan_tiers_kernel, (rows + 31) / 32, call, "plan of tiers");
   }
   return launch_after_previous(plan_tiers_chunk_kernel, static_cast<uint32_t>(rows),
-                               32 * kChunkPlanWarps, sizeof(RowSums<kChunkPlanWarps>), stream_,
-                               call)
+                               32 * kChunkPlanWarps, sizeof(RowSums), stream_, call)
       .with_context("plan of tiers");
 }
 
 Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
   if (works.most_leaving == 0) return Status::ok();
   const TiersCall call = call_of(works);
-  if (works.most_leaving <= kMaxStepTokens) {
-    return launch(write_tiers_kernel, rows_of(works) * works.most_leaving, call, "tiers");
-  }
-  const int64_t warps = int64_t{2} * call.num_rows * most_tiles(works.most_leaving);
+  const bool is_step = works.most_leaving <= kMaxStepTokens;
+  const int64_t warps =
+      call.num_rows * (is_step ? works.most_leaving : int64_t{2} * most_tiles(works.most_leaving));
   return with_head_dim(config_.layout.head_dim, [&](auto dim) {
+    if (is_step) return launch(write_tiers_kernel<dim>, warps, call, "tiers");
     return launch(write_tiers_tiles_kernel<dim>, warps, call, "tiles of tiers",
                   kTiersWarps * kTiersTileBytes<dim>);
   });
