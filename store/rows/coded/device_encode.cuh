@@ -113,7 +113,18 @@ struct MoveBlocks : CallWork {
     const auto* const from =
         reinterpret_cast<const uint4*>(call.staged(static_cast<Component>(i % 2), i / 2));
     auto* const to = reinterpret_cast<uint4*>(call.device.view.pages.base) + place.unit;
-    for (uint32_t u = lane_index(); u < place.units; u += kWarpLanes) to[u] = from[u];
+    constexpr uint32_t kLoads = 8;  // in flight
+    for (uint32_t u = lane_index(); u < place.units; u += kLoads * kWarpLanes) {
+      uint4 x[kLoads];
+#pragma unroll
+      for (uint32_t n = 0; n < kLoads; ++n) {
+        if (u + n * kWarpLanes < place.units) x[n] = from[u + n * kWarpLanes];
+      }
+#pragma unroll
+      for (uint32_t n = 0; n < kLoads; ++n) {
+        if (u + n * kWarpLanes < place.units) to[u + n * kWarpLanes] = x[n];
+      }
+    }
   }
 };
 

@@ -18,19 +18,17 @@ TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Compone
   return *reinterpret_cast<const uint16_t*>(tiles + raw_tile_byte(head_dim, c, t, d));
 }
 
-// An element of a raw token that is no sink and not in the chunk.
-TKV_HD uint16_t token_element(const CodedCall& call, const CellOf& cell, Component c,
-                              int32_t kv_head, int32_t position, int32_t d) {
-  const EntryDraft& draft = call.entries[cell.entry];
-  if (position < draft.waited) {
+// Where an element of a raw token is that is no sink and not in the chunk.
+TKV_HD const uint8_t* token_element(const CodedCall& call, const CellOf& cell, Component c,
+                                    int32_t kv_head, int32_t position, int32_t d) {
+  if (position < call.entries[cell.entry].waited) {
     const int32_t t = position - call.device.shape.first_of(cell.block);
-    return raw_tile_element(old_block(call, cell, kv_head, c) + kBlockTokens, call.head_dim(), c, t,
-                            d);
+    return old_block(call, cell, kv_head, c) + kBlockTokens +
+           raw_tile_byte(call.head_dim(), c, t, d);
   }
   const RawLayout& raw = call.device.view.raw;
-  const uint8_t* row =
-      call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes;
-  return *reinterpret_cast<const uint16_t*>(row + raw.ring_byte(c, position, d));
+  return call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes +
+         raw.ring_byte(c, position, d);
 }
 
 // As RawTokens::importance().
@@ -106,8 +104,20 @@ struct GatherTokens : CallWork {
     int32_t largest = 0;
     for (const Component c : {Component::kKey, Component::kValue}) {
       uint16_t* const to = call.staged(c, row) + (first - at.first) * dims;
-      for (int32_t i = thread; i < (apart - first) * dims; i += threads) {
-        to[i] = token_element(call, cell, c, kv_head, first + i / dims, i % dims);
+      constexpr int32_t kLoads = 4;  // in flight
+      const int32_t held = (apart - first) * dims;
+      for (int32_t i = thread; i < held; i += kLoads * threads) {
+        uint16_t x[kLoads];
+#pragma unroll
+        for (int32_t n = 0; n < kLoads; ++n) {
+          const int32_t at = least(i + n * threads, held - 1);
+          x[n] = *reinterpret_cast<const uint16_t*>(
+              token_element(call, cell, c, kv_head, first + at / dims, at % dims));
+        }
+#pragma unroll
+        for (int32_t n = 0; n < kLoads; ++n) {
+          if (i + n * threads < held) to[i + n * threads] = x[n];
+        }
       }
       if (apart == at.end) continue;
       largest =
@@ -141,7 +151,9 @@ struct GatherTokens : CallWork {
   }
 
  private:
-  __device__ int32_t heads() const { return call.heads(); }
+  __device__ int32_t heads() const {
+    return call.heads();
+  }
 
   // Returns the largest magnitude of what the thread copied.
   __device__ int32_t copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
