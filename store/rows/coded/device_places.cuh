@@ -145,7 +145,7 @@ struct PlaceBlocks {
     }
   };
 
-  // place_block() for a chunk. Returns where the thread's block goes.
+  // place_blocks() for a chunk. Returns where the thread's block goes.
   __device__ int32_t place_chunk(const Chunk& chunk, int32_t count, int32_t units) const {
     const int32_t page_units = call.device.shape.page_units, i = thread();
     chunk.add_up(units);
