@@ -16,13 +16,8 @@ inline constexpr int32_t kLinkThreads = 128;
 struct LinkRanges {
   const PageRange* ranges = nullptr;  // [a CTA each], mapped host memory; addresses of the device
   int32_t layer = 0;
-  int32_t* fault = nullptr;  // the least link_fault()
+  int32_t* fault = nullptr;  // the least import_fault()
 };
-inline constexpr int32_t kNoLinkFault = 0x7f7f7f7f;
-inline constexpr int32_t kLinkFaults = 4;  // kinds
-TKV_HD constexpr int32_t link_fault(int32_t layer, ImportFault fault) {
-  return layer * kLinkFaults + static_cast<int32_t>(fault);
-}
 
 struct LinkRaw {
   RawLayout raw;
@@ -70,7 +65,7 @@ inline __global__ void __launch_bounds__(kLinkThreads)
       }
     }
   }
-  if ((wrong & 0x80008000u) != 0) atomicMin(c.fault, link_fault(c.layer, ImportFault::kBody));
+  if ((wrong & 0x80008000u) != 0) atomicMin(c.fault, import_fault(c.layer, ImportFault::kBody));
 }
 
 // CTAs of line blockIdx.y take the row of that kv_head.
@@ -109,8 +104,8 @@ inline __global__ void __launch_bounds__(kLinkThreads)
     if (thread == 0 && ring % 2 != 0) scores[ring] = {};
     return;
   }
-  if (!is_finite_all) atomicMin(c.fault, link_fault(c.layer, ImportFault::kRawValue));
-  if (!is_possible_all) atomicMin(c.fault, link_fault(c.layer, ImportFault::kRawScore));
+  if (!is_finite_all) atomicMin(c.fault, import_fault(c.layer, ImportFault::kRawValue));
+  if (!is_possible_all) atomicMin(c.fault, import_fault(c.layer, ImportFault::kRawScore));
 }
 
 }  // namespace tierkv::store

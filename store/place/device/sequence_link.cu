@@ -61,7 +61,6 @@ SequenceLink::~SequenceLink() {
 
 Status SequenceLink::begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes,
                            bool is_there) {
-  if (Status s = finish(); !s) return s;
   list_ = 0;
   list_bytes_ = 0;
   moves_.clear();
@@ -353,16 +352,16 @@ Status SequenceLink::wait_for(int32_t layer) const {
 
 Status SequenceLink::finish() {
   if (device_fault_ == nullptr) return Status::ok();
-  int32_t fault = kNoLinkFault;
+  int32_t fault = kNoImportFault;
   cudaError_t error =
       cudaMemcpyAsync(&fault, device_fault_, sizeof(fault), cudaMemcpyDeviceToHost, stream_);
   for (const cudaStream_t stream : {stream_, copies_}) {
     const cudaError_t waited = cudaStreamSynchronize(stream);
     if (error == cudaSuccess) error = waited;
   }
-  fault_kind_ =
-      fault == kNoLinkFault ? ImportFault::kNone : static_cast<ImportFault>(fault % kLinkFaults);
-  fault_layer_ = fault / kLinkFaults;
+  fault_kind_ = fault == kNoImportFault ? ImportFault::kNone
+                                        : static_cast<ImportFault>(fault % kImportFaults);
+  fault_layer_ = fault / kImportFaults;
   return cuda_status(error, "link");
 }
 

@@ -31,7 +31,8 @@ class DeviceTiersRows final : public DeviceRowFormat {
     return attention_.attend(call, codes_, stream_);
   }
   Status read(const DeviceRead& call) override;
-  Status check_imported(const std::vector<HostLayer>& layers, const LayerTokens* counts) override;
+  Status check_imported(std::span<const HostLayer> layers, const LayerTokens* counts,
+                        int32_t* fault) override;
 
   // Bodies are cut at any token, so that nothing goes back to the ring.
   Status restore(const LayerMove&, Positions) override {
@@ -160,10 +161,12 @@ Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
   return launch(cut_tiers_kernel<true>, rows_of(works), call_of(works), "cut of tiers");
 }
 
-Status DeviceTiersRows::check_imported(const std::vector<HostLayer>& layers, const LayerTokens*) {
-  const int64_t rows = int64_t{config_.layout.num_layers} * config_.layout.num_kv_heads;
+Status DeviceTiersRows::check_imported(std::span<const HostLayer> layers, const LayerTokens*,
+                                       int32_t*) {
+  const auto rows = static_cast<int64_t>(layers.size()) * config_.layout.num_kv_heads;
+  const Positions of_slot = {layers.front().layer, layers.back().layer + 1};
   return launch_after_previous(clear_behind_kernel, ctas_of(rows), kTiersThreads, 0, stream_, view_,
-                               codes_, layers[0].slot)
+                               codes_, layers[0].slot, of_slot)
       .with_context("tiers that came in");
 }
 
