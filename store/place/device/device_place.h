@@ -122,7 +122,6 @@ class DevicePlace final : public Place {
   };
   // Whether parts are of sizes that a sequence of this store can have.
   bool may_fit(const SequenceParts& parts) const;
-  Status begin_receiving(const SequenceParts& parts, Incoming* from);
   Status bring(int32_t slot, const SequenceParts& parts);
   Status receive_layers(int32_t slot, const SequenceParts& parts, const Incoming& from);
   Status cut_bodies(const DeviceWorks& works, const LayerMoves& layers);

@@ -221,7 +221,19 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
 // Blocks that the device decodes as they are it looks at itself.
 Status DevicePlace::bring(int32_t slot, const SequenceParts& parts) {
   Incoming from;
-  if (Status s = begin_receiving(parts, &from); !s) return s;
+  for (size_t row = 0; row < parts.raw.size(); ++row) {
+    from.sizes.push_back(static_cast<int64_t>(parts.raw[row].size()));
+    from.sizes.push_back(static_cast<int64_t>(parts.bodies[row].size()));
+  }
+  const int64_t bytes = padded_bytes(from.sizes);
+  const uint8_t* const first = parts.raw[0].data();
+  from.is_direct = is_pinned(first, bytes);
+  const Result<uint8_t*> memory =  // the link reads it
+      from.is_direct ? const_cast<uint8_t*>(first) : link_->host_memory(bytes);
+  if (!memory) return memory.status();
+  from.pinned = *memory;
+  Status begun = link_->begin(from.sizes, from.pinned, true, from.is_direct);
+  if (!begun) return begun;
   Result<std::vector<HostPlace::LayerImport>> imports = mirror_->plan_imports(0, parts, true);
   if (!imports) return imports.status();
   from.imports = std::move(*imports);
@@ -253,24 +265,6 @@ bool DevicePlace::may_fit(const SequenceParts& parts) const {
     if (raw > layout_.raw_bytes || body > most_bytes) return false;
   }
   return true;
-}
-
-Status DevicePlace::begin_receiving(const SequenceParts& parts, Incoming* from) {
-  for (size_t row = 0; row < parts.raw.size(); ++row) {
-    from->sizes.push_back(static_cast<int64_t>(parts.raw[row].size()));
-    from->sizes.push_back(static_cast<int64_t>(parts.bodies[row].size()));
-  }
-  const int64_t bytes = padded_bytes(from->sizes);
-  const uint8_t* const first = parts.raw[0].data();
-  // The link reads it.
-  from->pinned = const_cast<uint8_t*>(first);
-  from->is_direct = is_pinned(first, bytes);
-  if (!from->is_direct) {
-    const Result<uint8_t*> memory = link_->host_memory(bytes);
-    if (!memory) return memory.status();
-    from->pinned = *memory;
-  }
-  return link_->begin(from->sizes, from->pinned, true, from->is_direct);
 }
 
 // Memory that is not pinned is copied to such as is, by several threads. The one that completes the

@@ -112,13 +112,7 @@ class SequenceLink {
   std::vector<Group> groups_;
   std::vector<int32_t> group_of_;  // [layers]
   int32_t layer_ = 0, group_ = 0;  // the next, and its group
-  // The layers of the group that is being filled.
-  struct Move {
-    LinkRaw raw;
-    LinkRanges ranges;
-    int64_t num_ranges = 0;
-  };
-  std::vector<Move> moves_;
+  std::vector<LinkLayer> moves_;   // the layers of the group that is being filled
   ImportFault fault_kind_ = ImportFault::kNone;
   int32_t fault_layer_ = 0;
 };

@@ -6,7 +6,6 @@
 // means (fp16 [head_dim]); of each block the units (u32, not 0) of keys, then of values, and zeros
 // up to a multiple of 16; then of each block as many times 16 bytes of keys, then of values.
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -94,9 +93,7 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
     state.key_step = in.f32();
     state.value_step = in.f32();
     if (in.u64() != 0) return corrupt_body("its steps are impossible");
-    const uint8_t* const from = in.take(2 * means.size());
-    if (from == nullptr) return corrupt_body("it ends too early");
-    std::memcpy(means.data(), from, 2 * means.size());
+    for (uint16_t& x : means) x = in.u16();
     rows->push_back(row_of(work.layer.layer, kv_head, state, means.data()));
     if (Status s = rows->back().validate(); !s) return corrupt_body(s.message());
   }
@@ -108,15 +105,13 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
   const uint8_t* const units = in.take(size_t{4} * padded);
   if (units == nullptr) return corrupt_body("it ends too early");
   uint64_t sum = 0;
-  uint32_t* to = draft->units.data() + int64_t{2} * kv_head;  // in the order of the pages
   for (int32_t i = 0; i < padded; ++i) {
     const uint32_t size = load_u32(units + size_t{4} * i);
     if ((size == 0) != (i >= count)) return corrupt_body("a block is empty");
     if (size > most_units) return corrupt_body("a block is too long");
     sum += size;
-    if (i >= count) continue;
-    to[i % 2] = size;
-    if (i % 2 == 1) to += int64_t{2} * shape_.num_kv_heads;
+    // In the order of the pages.
+    if (i < count) draft->units[(i / 2 * shape_.num_kv_heads + kv_head) * 2 + i % 2] = size;
   }
   draft->brought.push_back(in.take(sum * kUnitBytes));
   if (!in.ok()) return corrupt_body("it ends too early");
