@@ -161,10 +161,12 @@ Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
   return launch(cut_tiers_kernel<true>, rows_of(works), call_of(works), "cut of tiers");
 }
 
+// One launch for all layers, behind the last.
 Status DeviceTiersRows::check_imported(std::span<const HostLayer> layers, const LayerTokens*,
                                        int32_t*) {
-  const auto rows = static_cast<int64_t>(layers.size()) * config_.layout.num_kv_heads;
-  const Positions of_slot = {layers.front().layer, layers.back().layer + 1};
+  const Positions of_slot = {0, config_.layout.num_layers};
+  if (layers.back().layer + 1 < of_slot.end) return Status::ok();
+  const int64_t rows = int64_t{of_slot.end} * config_.layout.num_kv_heads;
   return launch_after_previous(clear_behind_kernel, ctas_of(rows), kTiersThreads, 0, stream_, view_,
                                codes_, layers[0].slot, of_slot)
       .with_context("tiers that came in");
