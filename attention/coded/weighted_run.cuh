@@ -40,7 +40,7 @@ struct WeightedRun {
     turns = tail;
     means = tail + weighted_turn_bytes(kHeadDim, kTurns) +
             static_cast<uint32_t>(warp) * weighted_warp_bytes(kHeadDim);
-    store_shared(kept() + 8, 0);
+    store_shared(kept() + kKeptPassed, 0);
   }
   // The turns of places into shared memory, by all threads of the CTA; a barrier follows.
   __device__ __forceinline__ void fill_turns() const {
@@ -53,12 +53,13 @@ struct WeightedRun {
   }
 
   // Registers are few while blocks are decoded: what is needed only between blocks lies in shared
-  // memory meanwhile, what the warp has passed in `passed`.
+  // memory meanwhile.
   struct KeptRow {
     int32_t from, tokens;  // of the row; tokens: see attend_blocks()
     uint32_t passed;       // pairs of blocks, of this row and those before
   };
-  // After a KeptRow and 16 bytes each of the run, of the items.
+  // In a KeptRow; after it and 16 bytes each of the run, of the items.
+  static constexpr uint32_t kKeptPassed = 8;
   static constexpr uint32_t kKeptOctave = 48, kKeptScale = 52, kKeptIndex = 56;
   __device__ __forceinline__ uint32_t kept() const {
     return means + 2 * kHeadDim;
@@ -69,7 +70,7 @@ struct WeightedRun {
   __device__ __forceinline__ void keep_row(const KeptRow& x) const {
     store_shared(kept(), static_cast<uint32_t>(x.from));
     store_shared(kept() + 4, static_cast<uint32_t>(x.tokens));
-    store_shared(kept() + 8, x.passed);
+    store_shared(kept() + kKeptPassed, x.passed);
   }
   __device__ __forceinline__ KeptRow kept_row() const {
     const uint4 x = load_shared_16(kept());

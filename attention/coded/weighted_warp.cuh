@@ -184,7 +184,9 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
       if (values.valid) add_slices<0>(values, p);
       Base::pass_block(i + 1);
     }
-    store_shared(Base::kept() + 8, Base::kept_row().passed + static_cast<uint32_t>(count / 2));
+    const uint32_t passed = Base::kept_row().passed + static_cast<uint32_t>(count / 2);
+    __syncwarp();  // all lanes have read it
+    store_shared(Base::kept() + Base::kKeptPassed, passed);
   }
 
   // from, to: items of the row.
@@ -211,7 +213,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
     Base::keep_queries(r, row.step);
     load_means(row.step);
     Base::keep_row({from, row.coded_tokens + row.sink_tokens - from * kBlockTokens,
-                    load_shared(Base::kept() + 8)});
+                    load_shared(Base::kept() + Base::kKeptPassed)});
     Base::keep_run();
     store_shared(Base::kept() + Base::kKeptOctave, static_cast<uint32_t>(kNoOctave));
     const float key_scale = this->score_scale(r) * call.keys.steps[row.step];
