@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One token of a page without sub-groups, from a warp's registers into its slot: what kernels share
-// that write tokens one by one.
+// One token of a page, from a warp's registers into its slot: what kernels share that write tokens
+// one by one.
 #pragma once
 
 #include "codec/gpu/pages/page_token.cuh"
@@ -43,39 +43,39 @@ __device__ __forceinline__ StatusCode quantize_norm_lane(const LaneValues& x, in
           static_cast<uint32_t>(minmax_code(x[i][j], scale, zero_point, kNormLevels));
     }
   }
-  side->params[0][0] = p;
+  side->params = p;
   return __all_sync(kFullWarp, finite) ? code : StatusCode::kNonFinite;
 }
 
 // Min-max codes of a whole head; the lane's part of the status.
-__device__ __forceinline__ StatusCode quantize_minmax_lane(const LaneValues (&x)[1], CodeType type,
+__device__ __forceinline__ StatusCode quantize_minmax_lane(const LaneValues& x, CodeType type,
                                                            int32_t head_dim, LaneSide* side) {
-  float lo[1], hi[1];
-  row_extrema(x, head_dim, lo, hi);
-  const QuantParams p = minmax_params(lo[0], hi[0], type.levels());
+  float lo, hi;
+  row_extrema(x, head_dim, &lo, &hi);
+  const QuantParams p = minmax_params(lo, hi, type.levels());
   const CodeMaker maker = make_code_maker(p);
   const float top = static_cast<float>(type.levels() - 1);
 #pragma unroll
   for (int32_t i = 0; i < kLaneChunks; ++i) {
     if (!has_chunk(i, head_dim)) continue;
 #pragma unroll
-    for (int32_t j = 0; j < 4; ++j) side->codes[i][j] = biased_code(x[0][i][j], maker, top) & 255u;
+    for (int32_t j = 0; j < 4; ++j) side->codes[i][j] = biased_code(x[i][j], maker, top) & 255u;
   }
-  side->params[0][0] = p;
-  return params_status(lo[0], hi[0], p);
+  side->params = p;
+  return params_status(lo, hi, p);
 }
 
-// In coordinates; the lane's part of the status. Pages of engines have no sub-groups.
+// In coordinates; the lane's part of the status.
 __device__ __forceinline__ StatusCode encode_side(const PageRef& page, Component c, StepRule rule,
                                                   const LaneValues (&x)[1], LaneSide* side) {
   const TileLayout tile = page.layout->tile(c);
   *side = {};
   if (tile.type.is_raw()) return take_raw_codes(page, x[0], side);
   if (rule == StepRule::kNorm) return quantize_norm_lane(x[0], tile.head_dim, side);
-  return quantize_minmax_lane(x, tile.type, tile.head_dim, side);
+  return quantize_minmax_lane(x[0], tile.type, tile.head_dim, side);
 }
 
-// Stores one token's side in a page without sub-groups.
+// Stores one token's side.
 __device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t slot, Component c,
                                                  const LaneSide& side) {
   const PageLayout& layout = *page.layout;
@@ -88,8 +88,8 @@ __device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t sl
     store_token_codes(tile, c, in_tile, lane_dim(i), side.codes[i], codes);
   }
   if (layout.groups(c) == 0 || lane_index() != 0) return;
-  store_params(page.bytes + layout.tile_metadata_byte(c, tile_index), 0, in_tile,
-               side.params[0][0]);
+  *params_at(page, c, tile_index, in_tile) =
+      side.params.scale | static_cast<uint32_t>(side.params.zero_point) << 16;
 }
 
 }  // namespace tierkv

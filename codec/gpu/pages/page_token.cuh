@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One token of a page, by one warp: its parameters and codes, and the tile it lies in.
 //
+// Pages have no records: those of a device never do.
+//
 // All functions are called by the 32 lanes of a warp with the same arguments, and nobody else may
 // touch the tiles that are written. A token owns whole bytes: its neighbours' codes are never read.
 #pragma once
@@ -10,10 +12,11 @@
 
 namespace tierkv {
 
-__device__ __forceinline__ void store_params(uint8_t* metadata, int32_t group, int32_t in_tile,
-                                             QuantParams p) {
-  *reinterpret_cast<uint32_t*>(metadata + token_metadata_byte(group, in_tile)) =
-      p.scale | static_cast<uint32_t>(p.zero_point) << 16;
+// The parameters of a token's component.
+__device__ __forceinline__ uint32_t* params_at(const PageRef& page, Component c, int32_t tile,
+                                               int32_t in_tile) {
+  return reinterpret_cast<uint32_t*>(page.bytes + page.layout->tile_metadata_byte(c, tile) +
+                                     token_metadata_byte(0, in_tile));
 }
 
 __device__ __forceinline__ void load_side(const PageRef& page, int32_t slot, Component c,
@@ -22,26 +25,18 @@ __device__ __forceinline__ void load_side(const PageRef& page, int32_t slot, Com
   const TileLayout tile = layout.tile(c);
   const int32_t tile_index = slot / kTileTokens, in_tile = slot % kTileTokens;
   const uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
-  const uint8_t* metadata = page.bytes + layout.tile_metadata_byte(c, tile_index);
-  const int32_t groups = layout.groups(c);
   *side = {};
 #pragma unroll
   for (int32_t i = 0; i < kLaneChunks; ++i) {
     if (!has_chunk(i, tile.head_dim) || lane_dim(i) >= tile.head_dim) continue;
     load_token_codes(tile, c, in_tile, lane_dim(i), codes, side->codes[i]);
-    if (groups == 0) continue;
-    const int32_t blocks_per_group = tile.dim_blocks() / groups;
-#pragma unroll
-    for (int32_t b = 0; b < 2; ++b) {
-      const int32_t group = (2 * lane_chunk(i) + b) / blocks_per_group;
-      const uint32_t word =
-          *reinterpret_cast<const uint32_t*>(metadata + token_metadata_byte(group, in_tile));
-      side->params[i][b] = {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 16)};
-    }
   }
+  if (layout.groups(c) == 0) return;
+  const uint32_t word = *params_at(page, c, tile_index, in_tile);
+  side->params = {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 16)};
 }
 
-// One component of a tile, and with the keys its scores and positions.
+// One component of a tile.
 __device__ __forceinline__ void clear_tile_side(const PageRef& page, int32_t tile, Component c) {
   const PageLayout& layout = *page.layout;
   auto* codes = reinterpret_cast<uint4*>(page.bytes + layout.tile_codes_byte(c, tile));
@@ -53,11 +48,6 @@ __device__ __forceinline__ void clear_tile_side(const PageRef& page, int32_t til
 #pragma unroll 1
   for (int32_t i = lane_index(); i < tile_metadata_bytes(layout.groups(c)) / 16; i += 32) {
     metadata[i] = {0, 0, 0, 0};
-  }
-  if (c == Component::kKey && lane_index() < kTileTokens && layout.has_records()) {
-    const int32_t at = tile * kTileTokens + lane_index();
-    *reinterpret_cast<float*>(page.bytes + layout.score_byte(at)) = kNoScore;
-    *reinterpret_cast<int32_t*>(page.bytes + layout.position_byte(at)) = kNoPosition;
   }
 }
 
