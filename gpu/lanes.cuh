@@ -24,6 +24,16 @@ __device__ __forceinline__ int32_t kept(int32_t x) {
 __device__ __forceinline__ bool is_first_lane() {
   return threadIdx.x % 32 == 0;
 }
+// x and that of the lane `distance` below, where there is one: a step of sums over the lanes below.
+__device__ __forceinline__ uint32_t add_below(uint32_t x, int32_t distance) {
+  asm volatile(
+      "{\n.reg .pred there;\n.reg .u32 below;\n"
+      "shfl.sync.up.b32 below|there, %0, %1, 0, 0xffffffff;\n"
+      "@there add.u32 %0, %0, below;\n}"
+      : "+r"(x)
+      : "r"(distance));
+  return x;
+}
 #if TKV_BULK_COPY
 // True in one lane of the warp, always the same one. The compiler knows that it is one, and passes
 // it what copies take in uniform registers without a loop over lanes.

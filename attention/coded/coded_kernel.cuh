@@ -89,8 +89,9 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
 
   BlockRing ring{layout.slot(static_cast<uint32_t>(warp), slot_bytes), shared_address(barriers),
                  slot_bytes};
-  WeightedWarp<kDimBlocks, Code> worker{call, ring, params, Table(layout.tables, params.key_mask),
-                                        fits};
+  LocalMemory<kDimBlocks / 2> queries;
+  WeightedWarp<kDimBlocks, Code> worker{
+      {{call, ring, params, Table(layout.tables, params.key_mask), fits, {}, {}, 0, 0, queries}}};
   worker.set_tail(layout.tail, warp);
   const auto cta = static_cast<int32_t>(blockIdx.x);
   const TableFill key_fill(call.keys.codebook), value_fill(call.values.codebook);

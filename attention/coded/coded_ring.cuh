@@ -18,20 +18,37 @@ struct BlockRun {
   int32_t first_block;  // in the directories
   int32_t count;        // blocks in all, keys and values
   int32_t first;        // the block of lane 0
+  uint32_t neighbours;  // bit i: blocks first + i and first + i + 1 fit into a slot together
   CodedBlockRef mine;   // of this lane's block; 0 units where it lies outside its component
 
   // Not 0 where this lane's reference leads outside the bytes of its component.
-  __device__ __forceinline__ uint32_t load(const CodedAttention& call, int32_t begin) {
+  __device__ __forceinline__ uint32_t load(const CodedAttention& call, int32_t begin,
+                                           uint32_t slot_bytes) {
     first = begin;
     mine = CodedBlockRef{};
+    uint32_t bad = 0;
     const int32_t i = begin + static_cast<int32_t>(threadIdx.x % 32);
-    if (i >= count) return 0;
-    const CodedBlockRef* refs = i % 2 == 0 ? call.keys.blocks : call.values.blocks;
-    const int64_t size = i % 2 == 0 ? call.keys.size : call.values.size;
-    mine = refs[first_block + i / 2];
-    if (mine.units > 0 && (int64_t{mine.offset} + mine.units) * 16 <= size) return 0;
-    mine = CodedBlockRef{};
-    return 1;
+    if (i < count) {
+      const CodedBlockRef* refs = i % 2 == 0 ? call.keys.blocks : call.values.blocks;
+      const int64_t size = i % 2 == 0 ? call.keys.size : call.values.size;
+      mine = refs[first_block + i / 2];
+      if (mine.units == 0 || (int64_t{mine.offset} + mine.units) * 16 > size) {
+        mine = CodedBlockRef{};
+        bad = 1;
+      }
+    }
+    const uint32_t bytes = taken(slot_bytes);
+    neighbours =
+        __ballot_sync(kFullWarp, bytes + __shfl_down_sync(kFullWarp, bytes, 1) <= slot_bytes);
+    return bad;
+  }
+  // Of a slot, by this lane's block: one that is larger than the slot brings its header only.
+  __device__ __forceinline__ uint32_t taken(uint32_t slot_bytes) const {
+    return mine.units * 16 > slot_bytes ? kCodedBlockHeaderBytes : mine.units * 16;
+  }
+  // Whether block i, which is not that of the last lane, and the next fit together.
+  __device__ __forceinline__ bool fits_next(int32_t i) const {
+    return (neighbours >> (i - first) & 1u) != 0;
   }
   // Block i in memory, if this lane holds its reference.
   __device__ __forceinline__ const uint8_t* bytes(const CodedAttention& call, int32_t i) const {
@@ -44,17 +61,14 @@ struct BlockRun {
   }
 };
 
-// A warp's slot and its two barriers: blocks are asked for in the order in which they are used.
+// A warp's slot and its two barriers, of keys and of values, which take turns. Each ends a phase
+// for every pair of blocks.
 struct BlockRing {
-  static constexpr uint32_t kOtherBarrier = sizeof(uint64_t);  // what differs in its address
-  uint32_t slot, barrier;  // shared addresses; barrier: of the block in turn
+  uint32_t slot, barriers;  // shared addresses
   uint32_t slot_bytes;
-  uint32_t turn = 0;  // blocks used
 
-  __device__ __forceinline__ void wait() const { wait_barrier(barrier, turn >> 1 & 1u); }
-  __device__ __forceinline__ void pass() {
-    ++turn;
-    barrier ^= kOtherBarrier;
+  __device__ __forceinline__ uint32_t barrier(int32_t i) const {
+    return barriers + static_cast<uint32_t>(i % 2) * 8;
   }
 };
 

@@ -118,10 +118,7 @@ struct WeightedSlice {
     if constexpr (kStreams == 2) own += length(1) << 16;
     uint32_t sum = own;
 #pragma unroll
-    for (int i = 1; i < kWarpLanes; i *= 2) {
-      const uint32_t below = __shfl_up_sync(kFullWarp, sum, i);
-      if (lane >= i) sum += below;
-    }
+    for (int i = 1; i < kWarpLanes; i *= 2) sum = add_below(sum, i);
     const uint32_t all = __shfl_sync(kFullWarp, sum, kWarpLanes - 1);
     if constexpr (kStreams == 1) {
       ends = sum;

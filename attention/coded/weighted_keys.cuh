@@ -14,7 +14,6 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
   using Base::key_table, Base::kHeadDim, Base::kSlices, Base::kSliceBlocks, Base::kSliceDim;
   using Base::turns, Base::means, Base::kTurns;
   using Block = typename Base::Block;
-  using KeptRow = typename Base::KeptRow;
   using Streams = LaneCodes<Code>;
   static constexpr RopePairing kPairing = Code::kPairing;
   static constexpr bool kHalves = kPairing == RopePairing::kHalves;
@@ -25,45 +24,65 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
     return static_cast<const uint16_t*>(call.q) +
            (int64_t{row} * params.row_columns + column) * kHeadDim;
   }
-  // The queries as the keys of a block see them: times the scales of the channels, turned back by
-  // the block's first position. The largest scale is 1/2, so that fp16 holds every query that is
-  // turned back.
-  __device__ __forceinline__ void turn_queries(const KeptRow& row, int32_t block) {
+  // The queries of a row, times the scales of the channels, for turn_queries(). The largest scale
+  // is 1/2, so that fp16 holds every query that is turned back.
+  __device__ __forceinline__ void keep_queries(int32_t row, int32_t step) {
     const auto g = static_cast<int32_t>(fresh_lane() / 4),
                t = static_cast<int32_t>(fresh_lane() % 4);
     const bool there = g < call.columns;
-    const uint16_t* q = query(row.row_index, there ? g : 0) + 2 * t;
-    const float* scale = call.weighted.key_scales + int64_t{row.step} * kHeadDim + 2 * t;
-    const uint16_t* by = call.weighted.block_turns + int64_t{block} * kHeadDim;
-    const auto load = [&](int32_t d, uint32_t scales) {
-      return there ? multiply_halves(*reinterpret_cast<const uint32_t*>(q + d), scales) : 0u;
-    };
+    const uint16_t* q = query(row, there ? g : 0) + 2 * t;
+    const float* scale = call.weighted.key_scales + int64_t{step} * kHeadDim + 2 * t;
+    uint32_t x[kDimBlocks][2];
 #pragma unroll
-    for (int f = 0; f < (kHalves ? kPairBlocks : kDimBlocks); ++f) {
-      uint32_t turn[4] = {};  // of halves: cosines and sines of both registers
-      if constexpr (kHalves) {
-        const uint4 x = *reinterpret_cast<const uint4*>(by + (4 * f + t) * 8);
-        turn[0] = x.x, turn[1] = x.y, turn[2] = x.z, turn[3] = x.w;
-      } else if constexpr (kNeighbours) {
-        const uint2 x = *reinterpret_cast<const uint2*>(by + (4 * f + t) * 4);
-        turn[0] = x.x, turn[1] = x.y;
-      }
+    for (int f = 0; f < kDimBlocks; ++f) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int32_t d = 16 * f + 8 * h;
         const float2 of = *reinterpret_cast<const float2*>(scale + d);
-        const uint32_t scales = pack_halves(of.x, of.y), x = load(d, scales);
+        x[f][h] = there ? multiply_halves(*reinterpret_cast<const uint32_t*>(q + d),
+                                          pack_halves(of.x, of.y))
+                        : 0u;
+      }
+    }
+#pragma unroll
+    for (int f = 0; f < kDimBlocks; f += 2) {
+      this->queries.store(f / 2, {x[f][0], x[f][1], x[f + 1][0], x[f + 1][1]});
+    }
+  }
+  // The queries as the keys of a block see them: turned back by the block's first position.
+  __device__ __forceinline__ void turn_queries(int32_t block) {
+    const auto t = static_cast<int32_t>(fresh_lane() % 4);
+    const uint16_t* by = call.weighted.block_turns + int64_t{block} * kHeadDim;
+    uint32_t x[kDimBlocks][2];
+#pragma unroll
+    for (int f = 0; f < kDimBlocks; f += 2) {
+      const uint4 both = this->queries.load(f / 2);
+      x[f][0] = both.x, x[f][1] = both.y, x[f + 1][0] = both.z, x[f + 1][1] = both.w;
+    }
+#pragma unroll
+    for (int f = 0; f < (kHalves ? kPairBlocks : kDimBlocks); ++f) {
+      uint32_t turn[4] = {};  // of halves: cosines and sines of both registers
+      if constexpr (kHalves) {
+        const uint4 of = *reinterpret_cast<const uint4*>(by + (4 * f + t) * 8);
+        turn[0] = of.x, turn[1] = of.y, turn[2] = of.z, turn[3] = of.w;
+      } else if constexpr (kNeighbours) {
+        const uint2 of = *reinterpret_cast<const uint2*>(by + (4 * f + t) * 4);
+        turn[0] = of.x, turn[1] = of.y;
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
         if constexpr (kHalves) {
-          const uint32_t y = load(d + kHeadDim / 2, scales);
+          const uint32_t a = x[f][h], b = x[f + kPairBlocks][h];
           const uint32_t cos = turn[2 * h], sin = turn[2 * h + 1];
-          state.q[f][h] = fma_halves(x, cos, multiply_halves(y, sin));
-          state.q[f + kPairBlocks][h] = fma_halves(y, cos, negate_halves(multiply_halves(x, sin)));
+          state.q[f][h] = fma_halves(a, cos, multiply_halves(b, sin));
+          state.q[f + kPairBlocks][h] = fma_halves(b, cos, negate_halves(multiply_halves(a, sin)));
         } else if constexpr (kNeighbours) {
           const uint32_t cos = low_halves(turn[h], turn[h]), sin = high_halves(turn[h], turn[h]);
-          const uint32_t crossed = __byte_perm(x, 0, 0x1032) ^ 0x80000000u;  // (second, -first)
-          state.q[f][h] = fma_halves(x, cos, multiply_halves(crossed, sin));
+          const uint32_t crossed =
+              __byte_perm(x[f][h], 0, 0x1032) ^ 0x80000000u;  // (second, -first)
+          state.q[f][h] = fma_halves(x[f][h], cos, multiply_halves(crossed, sin));
         } else {
-          state.q[f][h] = x;
+          state.q[f][h] = x[f][h];
         }
       }
     }

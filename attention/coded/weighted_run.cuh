@@ -8,6 +8,8 @@
 #include "attention/coded/weighted_block.cuh"
 #include "gpu/constants.h"
 #include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/local_memory.cuh"
 
 namespace tierkv {
 
@@ -24,7 +26,8 @@ struct WeightedRun {
   bool fits;  // shared memory is as large as it must be
   CodedState<kDimBlocks> state;
   BlockRun run;
-  uint32_t turns, means;  // shared addresses
+  uint32_t turns, means;                 // shared addresses
+  LocalMemory<kDimBlocks / 2>& queries;  // see keep_queries()
 
   // Brings q times a value of a key to log2 units.
   __device__ __forceinline__ float score_scale(int32_t row) const {
@@ -37,6 +40,7 @@ struct WeightedRun {
     turns = tail;
     means = tail + weighted_turn_bytes(kHeadDim, kTurns) +
             static_cast<uint32_t>(warp) * weighted_warp_bytes(kHeadDim);
+    store_shared(kept() + 8, 0);
   }
   // The turns of places into shared memory, by all threads of the CTA; a barrier follows.
   __device__ __forceinline__ void fill_turns() const {
@@ -49,12 +53,13 @@ struct WeightedRun {
   }
 
   // Registers are few while blocks are decoded: what is needed only between blocks lies in shared
-  // memory meanwhile.
+  // memory meanwhile, what the warp has passed in `passed`.
   struct KeptRow {
-    int32_t row_index, step, from, tokens;  // of the row; tokens: see attend_blocks()
+    int32_t from, tokens;  // of the row; tokens: see attend_blocks()
+    uint32_t passed;       // pairs of blocks, of this row and those before
   };
-  // After 16 bytes each of a KeptRow, of the run, of the items.
-  static constexpr uint32_t kKeptOctave = 48, kKeptScale = 52;
+  // After a KeptRow and 16 bytes each of the run, of the items.
+  static constexpr uint32_t kKeptOctave = 48, kKeptScale = 52, kKeptIndex = 56;
   __device__ __forceinline__ uint32_t kept() const {
     return means + 2 * kHeadDim;
   }
@@ -62,72 +67,57 @@ struct WeightedRun {
     return kept() + kKeptRowBytes + fresh_lane() * 8;
   }
   __device__ __forceinline__ void keep_row(const KeptRow& x) const {
-    store_shared_16(kept(), {static_cast<uint32_t>(x.row_index), static_cast<uint32_t>(x.step),
-                             static_cast<uint32_t>(x.from), static_cast<uint32_t>(x.tokens)});
+    store_shared(kept(), static_cast<uint32_t>(x.from));
+    store_shared(kept() + 4, static_cast<uint32_t>(x.tokens));
+    store_shared(kept() + 8, x.passed);
   }
   __device__ __forceinline__ KeptRow kept_row() const {
     const uint4 x = load_shared_16(kept());
-    return {static_cast<int32_t>(x.x), static_cast<int32_t>(x.y), static_cast<int32_t>(x.z),
-            static_cast<int32_t>(x.w)};
+    return {static_cast<int32_t>(x.x), static_cast<int32_t>(x.y), x.z};
   }
   __device__ __forceinline__ void keep_run() const {
     store_shared_16(kept() + 16,
                     {static_cast<uint32_t>(run.first_block), static_cast<uint32_t>(run.count),
-                     static_cast<uint32_t>(run.first), ring.turn});
+                     static_cast<uint32_t>(run.first), run.neighbours});
     store_shared(kept_reference(), run.mine.offset);
     store_shared(kept_reference() + 4, run.mine.units);
   }
   __device__ __forceinline__ void load_run() {
     const uint4 x = load_shared_16(kept() + 16);
     run.first_block = static_cast<int32_t>(x.x), run.count = static_cast<int32_t>(x.y);
-    run.first = static_cast<int32_t>(x.z), ring.turn = x.w;
+    run.first = static_cast<int32_t>(x.z), run.neighbours = x.w;
     run.mine = {load_shared(kept_reference()), load_shared(kept_reference() + 4)};
   }
 
-  // A warp's one slot holds two blocks where both fit: those of an even number from its beginning
-  // on, those of an odd number up to its end. So a block of values comes while keys are decoded. A
-  // block that is larger than the slot brings its header only.
-  __device__ __forceinline__ uint32_t units_of(int32_t i) const {
-    return __shfl_sync(kFullWarp, run.mine.units, i - run.first);
-  }
-  __device__ __forceinline__ uint32_t taken(uint32_t units) const {
-    return units * 16 > ring.slot_bytes ? kCodedBlockHeaderBytes : units * 16;
-  }
-  __device__ __forceinline__ uint32_t place(int32_t i, uint32_t units) const {
-    return ring.slot + (i % 2 == 0 ? 0 : ring.slot_bytes - taken(units));
-  }
-  // Blocks of so many units.
-  __device__ __forceinline__ bool fit_together(uint32_t x, uint32_t y) const {
-    return taken(x) + taken(y) <= ring.slot_bytes;
-  }
-  __device__ __forceinline__ void request(int32_t i, uint32_t units, uint32_t barrier) const {
-    copy_of_lane(i - run.first, barrier, place(i, units), run.bytes(call, i), taken(units));
+  // A warp's one slot holds two blocks where both fit: those of keys from its beginning on, those
+  // of values up to its end. So a block of values comes while keys are decoded.
+  __device__ __forceinline__ void request(int32_t i) const {
+    const uint32_t bytes = run.taken(ring.slot_bytes);
+    copy_of_lane(i - run.first, ring.barrier(i),
+                 ring.slot + (i % 2 == 0 ? 0 : ring.slot_bytes - bytes), run.bytes(call, i), bytes);
   }
   // Asks for the first of `count` blocks of keys and of values. Not 0 where a reference is wrong.
   __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
     run.first_block = first;
     run.count = 2 * count;
-    const uint32_t bad = run.load(call, 0), x = units_of(0), y = units_of(1);
-    request(0, x, ring.barrier);
-    if (fit_together(x, y)) request(1, y, ring.barrier ^ BlockRing::kOtherBarrier);
+    const uint32_t bad = run.load(call, 0, ring.slot_bytes);
+    request(0);
+    if (run.fits_next(0)) request(1);
     return bad;
   }
   // Block `used` has been read: asks for those that its place has room for.
-  __device__ __forceinline__ void next_block(int32_t used) {
+  __device__ __forceinline__ void pass_block(int32_t used) {
     __syncwarp();
+    load_run();
     const int32_t next = used + 1;
-    if (next < run.count) {
-      const uint32_t units = units_of(next);
-      if (!fit_together(units_of(used), units)) {
-        request(next, units, ring.barrier ^ BlockRing::kOtherBarrier);
-      }
-      if (next + 1 < run.count) {
-        if (next + 1 - run.first >= kWarpLanes) state.bad |= run.load(call, next);
-        const uint32_t following = units_of(next + 1);
-        if (fit_together(units, following)) request(next + 1, following, ring.barrier);
-      }
+    if (next >= run.count) return;
+    if (!run.fits_next(used)) request(next);
+    if (next + 1 >= run.count) return;
+    if (next + 1 - run.first >= kWarpLanes) {
+      state.bad |= run.load(call, next, ring.slot_bytes);
+      keep_run();
     }
-    ring.pass();
+    if (run.fits_next(next)) request(next + 1);
   }
 
   // A block in its slot; or, of a block that is larger than the slot, raw slices in memory.
@@ -138,12 +128,16 @@ struct WeightedRun {
     bool valid;
   };
 
-  __device__ __forceinline__ Block open_block(int32_t i, const ExpectedHeader& expected,
-                                              int32_t tokens) {
-    ring.wait();
+  // passed: pairs of blocks before it.
+  __device__ __forceinline__ Block open_block(int32_t i, uint32_t passed,
+                                              const ExpectedHeader& expected, int32_t tokens) {
+    wait_barrier(ring.barrier(i), passed & 1u);
     const uint8_t* bytes = run.bytes_of(call, i);
-    const uint32_t units = units_of(i), slot = place(i, units);
+    const uint32_t units = __shfl_sync(kFullWarp, run.mine.units, i - run.first);
     const bool whole = units * 16 <= ring.slot_bytes;
+    const uint32_t slot =
+        ring.slot +
+        (i % 2 == 0 ? 0 : ring.slot_bytes - (whole ? units * 16 : kCodedBlockHeaderBytes));
     Block x;
     x.coded = true, x.valid = units > 0;
     uint32_t used = 0;

@@ -165,29 +165,26 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
   // What begin_blocks() asked for, and keep_row() and keep_run() keep. KeptRow::tokens: coded ones
   // of the row and its sinks, from the first of these blocks on.
   __device__ __forceinline__ void attend_blocks() {
-    Base::load_run();
+    const int32_t count = run.count;
 #pragma unroll 1
-    for (int32_t i = 0; i < run.count; i += 2) {
+    for (int32_t i = 0; i < count; i += 2) {
       const KeptRow row = Base::kept_row();
       const int32_t block = row.from + i / 2;
       const int32_t here = min(row.tokens - i * (kBlockTokens / 2), kBlockTokens) -
                            (block == 0 ? call.weighted.sink_tokens : 0);
+      const uint32_t passed = row.passed + static_cast<uint32_t>(i / 2);
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
-      Base::turn_queries(row, block);
-      Base::score_block(Base::open_block(i, params.headers.keys, here), s);
-      pass_block(i);
-      const Block values = Base::open_block(i + 1, params.headers.values, here);
+      Base::turn_queries(block);
+      Base::score_block(Base::open_block(i, passed, params.headers.keys, here), s);
+      Base::pass_block(i);
+      const Block values = Base::open_block(i + 1, passed, params.headers.values, here);
       Base::check_exponents(values, kLeastExponent, kMostExponent);
       weigh_values(values, s, p);
       if (values.valid) add_slices<0>(values, p);
-      pass_block(i + 1);
+      Base::pass_block(i + 1);
     }
-  }
-  __device__ __forceinline__ void pass_block(int32_t i) {
-    Base::load_run();
-    Base::next_block(i);
-    Base::keep_run();
+    store_shared(Base::kept() + 8, Base::kept_row().passed + static_cast<uint32_t>(count / 2));
   }
 
   // from, to: items of the row.
@@ -211,8 +208,10 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
     state.begin();
     if (!named || from >= to) return;
     state.bad |= Base::begin_blocks(row.first_block + from, to - from);
+    Base::keep_queries(r, row.step);
     load_means(row.step);
-    Base::keep_row({r, row.step, from, row.coded_tokens + row.sink_tokens - from * kBlockTokens});
+    Base::keep_row({from, row.coded_tokens + row.sink_tokens - from * kBlockTokens,
+                    load_shared(Base::kept() + 8)});
     Base::keep_run();
     store_shared(Base::kept() + Base::kKeptOctave, static_cast<uint32_t>(kNoOctave));
     const float key_scale = this->score_scale(r) * call.keys.steps[row.step];
@@ -232,6 +231,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
   __device__ __forceinline__ void attend_row(WarpItems& items, int32_t& number) {
     if (run.count == 0) return;
     const uint32_t kept_items = Base::kept() + 32;
+    store_shared(Base::kept() + Base::kKeptIndex, static_cast<uint32_t>(items.row));
     store_shared_16(kept_items,
                     {static_cast<uint32_t>(items.first), static_cast<uint32_t>(items.end),
                      static_cast<uint32_t>(items.last), static_cast<uint32_t>(number)});
@@ -240,9 +240,8 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
     const uint4 x = load_shared_16(kept_items);
     items.first = static_cast<int32_t>(x.x), items.end = static_cast<int32_t>(x.y);
     items.last = static_cast<int32_t>(x.z), number = static_cast<int32_t>(x.w);
-    const KeptRow row = Base::kept_row();
-    items.row = row.row_index;
-    state.finish_blocks(call.values.steps[row.step] * power_of_two(octave()));
+    items.row = static_cast<int32_t>(load_shared(Base::kept() + Base::kKeptIndex));
+    state.finish_blocks(call.values.steps[call.rows[items.row].step] * power_of_two(octave()));
   }
 };
 

@@ -256,9 +256,10 @@ class TKV_API KvStore final {
   // caller's memory is not pinned. kOutOfMemory where it gets none.
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
   // The same into memory of the caller. A store on a device writes to pinned memory directly,
-  // and to other memory by several threads. Fresh memory costs more than the export:
-  // use it again. kBufferTooSmall, with the bytes needed, where the target gives none. A failure
-  // while the memory is filled (kCuda) leaves no sequence there.
+  // and to other memory by several threads. It counts as pinned where its ends are: one allocation
+  // or registration must hold all of it, or the copy may fail (kCuda). Fresh memory costs more
+  // than the export: use it again. kBufferTooSmall, with the bytes needed, where the target gives
+  // none. A failure while the memory is filled (kCuda) leaves no sequence there.
   Status export_sequence(SequenceId sequence, const ExportTarget& target);
   // The bytes may be pinned, as above. kCorrupt, kVersion; kInvalidArgument for bytes of another
   // config or profile; kOutOfPages; kOutOfMemory as above.

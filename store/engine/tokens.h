@@ -79,6 +79,14 @@ TKV_HD constexpr int32_t ring_first(const TokenLaws& laws, LayerTokens at) {
 TKV_HD constexpr int32_t ring_count(const TokenLaws& laws, LayerTokens at) {
   return at.tokens - ring_first(laws, at);
 }
+// What the ring holds at most, and how many of that and of `added` tokens leave when these come.
+TKV_HD constexpr int32_t most_in_ring(const TokenLaws& laws) {
+  return most(laws.window_tokens + laws.unit_tokens, laws.cut_tokens) - 1;
+}
+TKV_HD constexpr int32_t most_leaving(const TokenLaws& laws, int32_t added) {
+  const int32_t all = most_in_ring(laws) + added - laws.window_tokens;
+  return all / laws.unit_tokens * laws.unit_tokens;
+}
 TKV_HD constexpr int32_t body_count(const TokenLaws& laws, LayerTokens at) {
   return most(0, at.body_end - laws.sink_tokens);
 }

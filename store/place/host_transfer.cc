@@ -162,7 +162,8 @@ Result<std::vector<HostPlace::LayerImport>> HostPlace::plan_imports(int32_t slot
                                                                     bool decodes_later) const {
   const int32_t heads = config_.layout.num_kv_heads;
   std::vector<LayerImport> imports(config_.layout.num_layers);
-  const auto plan_layer = [&](int64_t l) {
+  int32_t left = config_.layout.num_layers;  // without a plan
+  const auto plan_layer = [&](int64_t l, bool later) {
     const auto layer = static_cast<int32_t>(l);
     const LayerTokens at = parts.layers[l];
     for (int32_t h = 0; h < heads; ++h) {
@@ -174,15 +175,19 @@ Result<std::vector<HostPlace::LayerImport>> HostPlace::plan_imports(int32_t slot
     std::memset(imports[l].layer.state, 0, layout_.layer_bytes - layout_.raw_bytes);
     Result<std::unique_ptr<BodyPlan>> plan =
         format_->plan_import({{imports[l].layer, at.body_end, parts.shared[l],
-                               std::span(parts.bodies).subspan(l * heads, heads), decodes_later}});
+                               std::span(parts.bodies).subspan(l * heads, heads), later}});
     if (plan) imports[l].plan = std::move(*plan);
     return plan.status();
   };
-  // Threads take long to start: a few are enough to read what bodies begin with.
-  constexpr int32_t kReaders = 4;
-  const int32_t threads = threads_of(config_.layout, parts.layers[0]);
-  Status s = try_parallel_for(config_.layout.num_layers,
-                              decodes_later ? std::min(kReaders, threads) : threads, plan_layer);
+  // What bodies begin with is read before threads would have started.
+  for (int64_t l = 0; decodes_later && l < config_.layout.num_layers; ++l) {
+    if (Status s = plan_layer(l, true); !s) return s;
+    left -= imports[l].plan != nullptr ? 1 : 0;
+  }
+  const int32_t threads = std::min(left, threads_of(config_.layout, parts.layers[0]));
+  Status s = try_parallel_for(config_.layout.num_layers, threads, [&](int64_t l) {
+    return imports[l].plan != nullptr ? Status::ok() : plan_layer(l, false);
+  });
   if (!s) return s;
   return imports;
 }

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "codec/format/head_dim.h"
@@ -71,7 +72,7 @@ struct DeviceWorks {
   const LayerTokens* from = nullptr;
   const LayerTokens* to = nullptr;
   int32_t count = 0, first_layer = 0, num_layers = 0;
-  int32_t most_leaving = 0;  // a bound for to.body_end - from.body_end
+  int32_t most_leaving = 0;  // a bound for how many leave of an entry
   int32_t most_tokens = 0;   // a bound for to.tokens
   DeviceChunk chunk;
   // The same on the host where the call is not captured; else null, but for may_rewrite(),
@@ -184,18 +185,17 @@ class DeviceRowFormat {
   // Exports and imports ask the format in host memory where bytes are, by tables and states that
   // the place brings there (transfer has one owner). What serves all sequences (codebooks) is made
   // equal here: from the device to the host format and back.
-  // upload_shared() comes after the bytes of an imported slot. `layers` are its layers, with their
-  // states in host memory.
+  // `layers`: layers of an imported slot one behind the other, with their states in host memory.
   virtual Status download_shared(RowFormat* /*host*/) { return Status::ok(); }
-  // The bytes of an imported slot are there: what lies behind its tokens is cleared. kCorrupt where
-  // a block that plan_import() did not decode is hostile (ImportWork::decodes_later). `layers` as
-  // below; counts: device [num_layers]. May wait.
-  virtual Status check_imported(const std::vector<HostLayer>& /*layers*/,
-                                const LayerTokens* /*counts*/) {
+  // Bytes and states of these layers are there: what lies behind their tokens is cleared. Kernels
+  // tell *fault, the least import_fault(), where a block that plan_import() did not decode is
+  // hostile (ImportWork::decodes_later). Device memory: counts [num_layers], fault.
+  virtual Status check_imported(std::span<const HostLayer> /*layers*/,
+                                const LayerTokens* /*counts*/, int32_t* /*fault*/) {
     return Status::ok();
   }
-  virtual Status upload_shared(const RowFormat& /*host*/,
-                               const std::vector<HostLayer>& /*layers*/) {
+  // After all layers of a slot, `layers`, which are sound.
+  virtual Status upload_shared(const RowFormat& /*host*/, std::span<const HostLayer> /*layers*/) {
     return Status::ok();
   }
 };

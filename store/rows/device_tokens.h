@@ -44,7 +44,7 @@ TKV_HD StatusCode code_of_magnitude(DType dtype, int32_t bits) {
 }
 
 struct DeviceTokens {
-  const RawLayout* layout = nullptr;
+  RawLayout layout;
   const uint8_t* raw = nullptr;  // the row's
   int32_t held = 0;              // tokens before those of the chunk
   // This row's elements of the chunk's first token.
@@ -57,7 +57,7 @@ struct DeviceTokens {
   // fp16. The position is in the ring or in the chunk.
   TKV_HD uint16_t half_at(Component c, int32_t position, int32_t dim) const {
     if (position < held) {
-      return *reinterpret_cast<const uint16_t*>(raw + layout->ring_byte(c, position, dim));
+      return *reinterpret_cast<const uint16_t*>(raw + layout.ring_byte(c, position, dim));
     }
     const uint16_t x =
         (c == Component::kKey ? k : v)[(position - held) * token_stride + int64_t{dim}];
@@ -65,8 +65,7 @@ struct DeviceTokens {
   }
   TKV_HD Importance importance(int32_t position) const {
     if (position < held) {
-      return ring_importance(
-          *reinterpret_cast<const RawScore*>(raw + layout->score_byte(position)));
+      return ring_importance(*reinterpret_cast<const RawScore*>(raw + layout.score_byte(position)));
     }
     if (significance == nullptr) return {};
     return chunk_importance(held, significance[position - held]);
@@ -77,7 +76,7 @@ TKV_HD DeviceTokens device_tokens(const DeviceStoreView& view, const DeviceWorks
                                   int32_t entry, int32_t kv_head) {
   const auto [sequence, slot, layer] = works.entry(entry);
   DeviceTokens t;
-  t.layout = &view.raw;
+  t.layout = view.raw;
   t.raw = view.slots.raw(slot, layer) + int64_t{kv_head} * view.raw.row_bytes;
   t.held = works.from[entry].tokens;
   t.dtype = works.chunk.dtype;

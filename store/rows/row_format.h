@@ -118,7 +118,7 @@ struct ImportWork {
   std::span<const uint8_t> shared;                   // as export_shared() wrote it
   std::span<const std::span<const uint8_t>> bodies;  // [num_kv_heads], of export_body()
   // The caller decodes the blocks that stay as they are, before anybody reads them. So the format
-  // need not decode them to find hostile ones.
+  // need not decode them to find hostile ones. The plan is null where it must nevertheless.
   bool decodes_later = false;
 };
 

@@ -136,7 +136,7 @@ Status check_counts(const StoreConfig& config, const TokenLaws& laws,
   for (const LayerTokens& at : layers) {
     const bool possible = at.tokens == layers[0].tokens && at.tokens >= 0 && at.body_end >= 0 &&
                           at.body_end <= at.tokens && at.body_end % laws.unit_tokens == 0 &&
-                          ring_count(laws, at) <= laws.ring_tokens;
+                          ring_count(laws, at) <= most_in_ring(laws);
     if (!possible) return corrupt("its counts are impossible");
     if (at.tokens > config.max_tokens) {
       return Status(StatusCode::kOutOfRange,

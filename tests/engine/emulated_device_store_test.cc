@@ -41,6 +41,12 @@ Status prompt_significance(const SignificanceCall& p, const float*, float* signi
 namespace testing {
 namespace {
 
+// Where the blocks of a body of fixed rows begin.
+size_t first_block_byte(const TwinChoice& choice, int32_t tokens) {
+  const int32_t units = 2 * store::block_count(tokens - choice.window);
+  return 32 + 2 * choice.head_dim + store::round_up(units, 4) * sizeof(uint32_t);
+}
+
 class EmulatedDeviceStore : public RandomTest {
  protected:
   void live_together(const TwinChoice& choice, int32_t calls, int32_t longest) {
@@ -51,6 +57,30 @@ class EmulatedDeviceStore : public RandomTest {
     ASSERT_FALSE(HasFatalFailure());
     coded_tokens_ += t.device().usage()->body_tokens;
     testing::live_together(&t, calls, longest, false);
+  }
+  // Both stores refuse the bytes for the same reason, which names `what`, and the one on a device
+  // is as it was. The bytes are a container whose chunks damage(key, &payload) changes; their
+  // checksums are right.
+  template <class Damage>
+  void expect_refused(KvTwins* t, const std::vector<uint8_t>& bytes, const Damage& damage,
+                      const std::string& what = "") {
+    const auto reader = ContainerReader::from_bytes(bytes, "sequence");
+    std::vector<ChunkBlock> blocks(1);
+    for (size_t c = 0; c < reader->chunks().size(); ++c) {
+      std::vector<uint8_t> payload;
+      ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &payload));
+      damage(reader->chunks()[c].key, &payload);
+      blocks[0].add(reader->chunks()[c].key, payload);
+    }
+    const std::vector<uint8_t> bad = assemble_container(blocks);
+    const int64_t free = t->device().usage()->pages_free;
+    const auto a = t->host().import_sequence(bad.data(), bad.size());
+    const auto b = t->device().import_sequence(bad.data(), bad.size());
+    EXPECT_EQ(a.status().code(), StatusCode::kCorrupt);
+    EXPECT_EQ(b.status().code(), StatusCode::kCorrupt);
+    EXPECT_EQ(a.status().message(), b.status().message());
+    EXPECT_NE(a.status().message().find(what), std::string::npos) << a.status().message();
+    EXPECT_EQ(t->device().usage()->pages_free, free);
   }
   int64_t coded_tokens_ = 0;
 };
@@ -145,23 +175,11 @@ TEST_F(EmulatedDeviceStore, RefusesImpossibleNumbers) {
     t.extend({0}, 360);
     const auto bytes = t.host().export_sequence(t.live()[0].host);
     ASSERT_TRUE(bytes);
-    const auto reader = ContainerReader::from_bytes(*bytes, "sequence");
-    std::vector<ChunkBlock> blocks(1);
     size_t damaged = 0;
-    for (size_t c = 0; c < reader->chunks().size(); ++c) {
-      std::vector<uint8_t> payload;
-      ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &payload));
-      const bool is_victim = reader->chunks()[c].key.kind == kind && damaged < damages.size();
-      if (is_victim) damages[damaged++](&payload);
-      blocks[0].add(reader->chunks()[c].key, payload);
-    }
-    const std::vector<uint8_t> bad = assemble_container(blocks);
-    const auto a = t.host().import_sequence(bad.data(), bad.size());
-    const auto b = t.device().import_sequence(bad.data(), bad.size());
-    EXPECT_EQ(a.status().code(), StatusCode::kCorrupt);
-    EXPECT_EQ(b.status().code(), StatusCode::kCorrupt);
-    EXPECT_EQ(a.status().message(), b.status().message());
-    EXPECT_NE(a.status().message().find(what), std::string::npos) << a.status().message();
+    const auto damage = [&](const ChunkKey& key, std::vector<uint8_t>* payload) {
+      if (key.kind == kind && damaged < damages.size()) damages[damaged++](payload);
+    };
+    expect_refused(&t, *bytes, damage, what);
   };
   const Damage infinite = [](auto* raw) { (*raw)[0] = 0, (*raw)[1] = 0x7c; };
   const Damage many_queries = [](auto* raw) { raw->back() = 0x7f; };  // more than are counted
@@ -188,35 +206,55 @@ TEST_F(EmulatedDeviceStore, RefusesImpossibleBodies) {
   t.extend({0}, 360);
   const auto bytes = t.device().export_sequence(t.live()[0].device);
   ASSERT_TRUE(bytes);
-  const auto reader = ContainerReader::from_bytes(*bytes, "sequence");
-  const size_t head = 32 + 2 * choice.head_dim;
-  const int32_t units = 2 * store::block_count(t.live()[0].tokens - choice.window);
+  const auto first_block = static_cast<int64_t>(first_block_byte(choice, t.live()[0].tokens));
   for (const bool is_empty : {true, false}) {
-    std::vector<ChunkBlock> blocks(1);
     bool is_first = true;
-    for (size_t c = 0; c < reader->chunks().size(); ++c) {
-      std::vector<uint8_t> body;
-      ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &body));
-      const bool is_body = reader->chunks()[c].key.kind == ChunkKind::kStorePage;
-      if (is_body && is_empty) {
-        ASSERT_EQ(body.front(), 1);  // fixed, so that the device would decode the blocks
-        body.resize(head + store::round_up(units, 4) * sizeof(uint32_t));
-        std::fill(body.begin() + static_cast<int64_t>(head), body.end(), uint8_t{0});
-      }
-      if (is_body && !is_empty && std::exchange(is_first, false)) {
-        body.resize(static_cast<size_t>(choice.memory_bytes));
-      }
-      blocks[0].add(reader->chunks()[c].key, body);
-    }
-    const std::vector<uint8_t> bad = assemble_container(blocks);
     const size_t pinned = emulator::pinned_bytes;
-    const auto a = t.host().import_sequence(bad.data(), bad.size());
-    const auto b = t.device().import_sequence(bad.data(), bad.size());
-    EXPECT_EQ(a.status().code(), StatusCode::kCorrupt);
-    EXPECT_EQ(b.status().code(), StatusCode::kCorrupt);
-    EXPECT_EQ(a.status().message(), b.status().message());
+    expect_refused(&t, *bytes, [&](const ChunkKey& key, std::vector<uint8_t>* body) {
+      if (key.kind != ChunkKind::kStorePage) return;
+      if (is_empty) {
+        ASSERT_EQ(body->front(), 1);  // fixed, so that the device would decode the blocks
+        body->resize(first_block);
+        std::fill(body->begin() + 32 + 2 * choice.head_dim, body->end(), uint8_t{0});
+      } else if (std::exchange(is_first, false)) {
+        body->resize(static_cast<size_t>(choice.memory_bytes));
+      }
+    });
     EXPECT_LT(emulator::pinned_bytes - pinned, size_t{1} << 26) << "taken for it";
   }
+  exchange(&t, 0);
+  t.expect_equal();
+}
+// Raw layers make several groups of layers, of which the first ones are on their pages when blocks
+// of the last one are found not to decode. Of several damaged layers the first one is told,
+// although the host reads how the last one begins before the device decodes the first one.
+TEST_F(EmulatedDeviceStore, RefusesWhatComesLate) {
+  TwinChoice choice;
+  choice.max_tokens = 2200;
+  choice.num_layers = 4;
+  choice.num_kv_heads = 4;
+  choice.raw_layers = {1, 2};
+  choice.memory_bytes = 128 << 20;
+  KvTwins t(twin_config(choice), &rng_);
+  ASSERT_TRUE(t.is_made());
+  t.add();
+  t.extend({0}, 2100);
+  const auto bytes = t.host().export_sequence(t.live()[0].host);
+  ASSERT_TRUE(bytes);
+  ASSERT_GT(bytes->size(), size_t{9} << 19);
+  const auto first_block = static_cast<int64_t>(first_block_byte(choice, 2100));
+  const auto spoil = [&](std::vector<uint8_t>* body) {
+    std::fill(body->begin() + first_block, body->end(), uint8_t{0xff});
+  };
+  for (const bool both : {false, true}) {
+    emulator::is_pinned = both;
+    expect_refused(&t, *bytes, [&](const ChunkKey& key, std::vector<uint8_t>* body) {
+      if (key.kind != ChunkKind::kStorePage) return;
+      if (key.layer == (both ? 0 : 3)) spoil(body);
+      if (key.layer == 3 && both) body->resize(body->size() - 16);
+    });
+  }
+  emulator::is_pinned = false;
   exchange(&t, 0);
   t.expect_equal();
 }

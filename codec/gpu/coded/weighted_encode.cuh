@@ -261,13 +261,15 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
   return code;
 }
 
-// By a CTA of whole warps: the bytes of encode_weighted_block(). A code beyond 16 bits becomes the
-// nearest one: the status is kOutOfRange, the block is written. Other statuses are kOk, kNonFinite,
-// kOutOfRange (a position beyond the RoPE table), kInvalidArgument (the range), kBufferTooSmall or
-// kUnsupported (the codebook), and units are 0 unless it is kOk. shared: kEncodeCtaBytes and
-// encode_warp_bytes() of each warp.
+// By CTA `block` of `blocks`, of whole warps: the bytes of encode_weighted_block(). A code beyond
+// 16 bits becomes the nearest one: the status is kOutOfRange, the block is written. Other statuses
+// are kOk, kNonFinite, kOutOfRange (a position beyond the RoPE table), kInvalidArgument (the
+// range), kBufferTooSmall or kUnsupported (the codebook), and units are 0 unless it is kOk. shared:
+// kEncodeCtaBytes and encode_warp_bytes() of each warp.
 template <int32_t kPer>
-__device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call, uint8_t* shared) {
+__device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call, uint8_t* shared,
+                                                      uint32_t block = blockIdx.x,
+                                                      uint32_t blocks = gridDim.x) {
   load_books(call, shared);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
   const auto warps = static_cast<int32_t>(blockDim.x / 32u);
@@ -276,14 +278,14 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
   const WeightedMemory memory(reinterpret_cast<const uint32_t*>(shared + kBooksBytes),
                               shared + kEncodeCtaBytes + warp * bytes, kDims);
   const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
-  const int64_t stride = int64_t{gridDim.x} * warps;
+  const int64_t stride = int64_t{blocks} * warps;
   // All keys before the values: the code for both would not fit into the instruction cache. But
   // where each item has a warp of its own, half of a CTA takes values, so that all SMs have as much
   // to do.
-  int64_t n = int64_t{blockIdx.x} * warps + warp;
+  int64_t n = int64_t{block} * warps + warp;
   if (items <= stride && warps % 2 == 0) {
     const int32_t half = warps / 2;
-    const int64_t own = int64_t{blockIdx.x} * half + warp % half;
+    const int64_t own = int64_t{block} * half + warp % half;
     n = own >= items / 2 ? items : own + (warp < half ? 0 : items / 2);
   }
   for (; n < items; n += stride) {

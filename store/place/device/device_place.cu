@@ -63,15 +63,14 @@ DeviceWorks DevicePlace::works_of(const LayerMoves& moves, Positions layers, int
   works.num_layers = layers.count();
   works.count = static_cast<int32_t>(moves.size()) / works.num_layers;
   if (book_.is_captured()) {
-    const TokenLaws& laws = layout_.laws;
     works.most_tokens = config_.max_tokens;
-    works.most_leaving = static_cast<int32_t>(
-        round_up(tokens + most(laws.sink_tokens, laws.cut_tokens), laws.unit_tokens));
+    works.most_leaving = most_leaving(layout_.laws, tokens);
     return works;
   }
   for (const LayerMove& m : moves) {
     works.most_tokens = most(works.most_tokens, m.to.tokens);
-    works.most_leaving = most(works.most_leaving, m.to.body_end - m.from.body_end);
+    const int32_t first = most(m.from.body_end, layout_.laws.sink_tokens);
+    works.most_leaving = most(works.most_leaving, m.to.body_end - first);
   }
   works.moves = moves.data();
   return works;

@@ -104,8 +104,8 @@ class DevicePlace final : public Place {
   // The mirror, emptied, and the link.
   Status open_mirror();
   Status copy_tables(int32_t slot) const;
-  // Copies the states of all layers to the mirror, or from it.
-  Status copy_states(int32_t slot, bool comes) const;
+  // The states of all layers of a slot, one behind the other.
+  Status copy_states(int32_t slot, uint8_t* to) const;
   Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans);
   Status send_layers(int32_t slot, const LayerMoves& layers, const std::vector<int64_t>& sizes,
                      const std::vector<uint8_t*>& parts);
@@ -117,14 +117,13 @@ class DevicePlace final : public Place {
     std::vector<int64_t> sizes;  // of the parts
     uint8_t* pinned = nullptr;
     bool is_direct = false;
+    std::vector<HostPlace::LayerImport> imports;
+    std::vector<HostLayer> layers;  // afterwards, in their slot here; the states are the mirror's
   };
   // Whether parts are of sizes that a sequence of this store can have.
   bool may_fit(const SequenceParts& parts) const;
-  Status begin_receiving(const SequenceParts& parts, Incoming* from);
-  Status receive_layers(int32_t slot, const SequenceParts& parts, const Incoming& from,
-                        const std::vector<HostPlace::LayerImport>& imports);
-  Status finish_import(int32_t slot, const SequenceParts& parts,
-                       const std::vector<HostPlace::LayerImport>& imports);
+  Status bring(int32_t slot, const SequenceParts& parts);
+  Status receive_layers(int32_t slot, const SequenceParts& parts, const Incoming& from);
   Status cut_bodies(const DeviceWorks& works, const LayerMoves& layers);
 
   StoreConfig config_;

@@ -38,6 +38,15 @@ Status DevicePlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const
   return add_nominal(layers, usage);
 }
 
+Status DevicePlace::copy_states(int32_t slot, uint8_t* to) const {
+  const auto pitch = static_cast<size_t>(layout_.layer_bytes);
+  const size_t bytes = pitch - static_cast<size_t>(layout_.raw_bytes);
+  const cudaError_t error =
+      cudaMemcpy2DAsync(to, bytes, view_.slots.state(slot, 0), pitch, bytes,
+                        config_.layout.num_layers, cudaMemcpyDefault, stream_);
+  return cuda_status(error, "states");
+}
+
 // From the states of the open sequences, which the format in host memory reads.
 Status DevicePlace::add_nominal(const LayerMoves& layers, StoreUsage* usage) const {
   const auto bytes = static_cast<size_t>(layout_.layer_bytes - layout_.raw_bytes);
@@ -46,10 +55,7 @@ Status DevicePlace::add_nominal(const LayerMoves& layers, StoreUsage* usage) con
   for (size_t i = 0; i < layers.size(); ++i) {
     const size_t layer = i % num_layers;
     if (layer == 0) {
-      const cudaError_t error = cudaMemcpy2DAsync(
-          states.data(), bytes, view_.slots.state(layers[i].slot, 0),
-          static_cast<size_t>(layout_.layer_bytes), bytes, num_layers, cudaMemcpyDefault, stream_);
-      if (Status s = cuda_status(error, "usage"); !s) return s;
+      if (Status s = copy_states(layers[i].slot, states.data()); !s) return s;
       if (Status s = wait(); !s) return s;
     }
     uint8_t* state = states.data() + layer * bytes;
@@ -97,7 +103,6 @@ int64_t padded_bytes(std::span<const int64_t> parts) {
 }  // namespace
 
 Status DevicePlace::open_mirror() {
-  if (Status s = wait(); !s) return s;
   if (link_ == nullptr) {
     Result<std::unique_ptr<SequenceLink>> link = SequenceLink::make(view_, stream_);
     if (!link) return link.status();
@@ -130,22 +135,12 @@ Status DevicePlace::copy_tables(int32_t slot) const {
   return copy(to.slots, a.slots + first * line, rows * line * int64_t{sizeof(int32_t)});
 }
 
-Status DevicePlace::copy_states(int32_t slot, bool comes) const {
-  const auto pitch = static_cast<size_t>(layout_.layer_bytes);
-  const size_t bytes = pitch - static_cast<size_t>(layout_.raw_bytes);
-  uint8_t *const there = view_.slots.state(slot, 0), *const here = mirror_->slot_memory();
-  const cudaError_t error = cudaMemcpy2DAsync(
-      comes ? there : here, comes ? pitch : bytes, comes ? here : there, comes ? bytes : pitch,
-      bytes, config_.layout.num_layers, cudaMemcpyDefault, stream_);
-  return cuda_status(error, "states");
-}
-
 // States come first, for they say what there is.
 Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   if (Status s = enter("export_sequence", false); !s) return s;
   if (Status s = open_mirror(); !s) return s;
   if (Status s = copy_tables(layers[0].slot); !s) return s;
-  if (Status s = copy_states(layers[0].slot, false); !s) return s;
+  if (Status s = copy_states(layers[0].slot, mirror_->slot_memory()); !s) return s;
   if (Status s = wait(); !s) return s;
   LayerMoves moves = layers;
   for (LayerMove& move : moves) move.slot = 0;
@@ -210,34 +205,50 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
   return sound ? s : sound;
 }
 
-// Blocks that the device decodes as they are it looks at itself, at the end. Where anything is
-// damaged the host finds out what.
+// Sizes that no sequence has must not take memory. Where anything is damaged the host finds out
+// what.
 Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   if (Status s = open_mirror(); !s) return s;
-  // Sizes that no sequence has must not take memory.
-  if (!may_fit(parts)) {
-    const auto refused = mirror_->plan_imports(0, parts, false);
-    return refused ? Status(StatusCode::kOutOfRange, "a body is larger than its table's pages")
-                   : refused.status();
-  }
+  const bool fits = may_fit(parts);
+  const Status brought =
+      fits ? bring(slot, parts)
+           : Status(StatusCode::kOutOfRange, "a body is larger than its table's pages");
+  if (fits && brought.code() != StatusCode::kCorrupt) return brought;
+  const auto named = mirror_->plan_imports(0, parts, false);
+  return named ? brought : named.status();
+}
+
+// Blocks that the device decodes as they are it looks at itself.
+Status DevicePlace::bring(int32_t slot, const SequenceParts& parts) {
   Incoming from;
-  if (Status s = begin_receiving(parts, &from); !s) return s;
-  const Result<std::vector<HostPlace::LayerImport>> imports = mirror_->plan_imports(0, parts, true);
+  for (size_t row = 0; row < parts.raw.size(); ++row) {
+    from.sizes.push_back(static_cast<int64_t>(parts.raw[row].size()));
+    from.sizes.push_back(static_cast<int64_t>(parts.bodies[row].size()));
+  }
+  const int64_t bytes = padded_bytes(from.sizes);
+  const uint8_t* const first = parts.raw[0].data();
+  from.is_direct = is_pinned(first, bytes);
+  const Result<uint8_t*> memory =  // the link reads it
+      from.is_direct ? const_cast<uint8_t*>(first) : link_->host_memory(bytes);
+  if (!memory) return memory.status();
+  from.pinned = *memory;
+  Status begun = link_->begin(from.sizes, from.pinned, true, from.is_direct);
+  if (!begun) return begun;
+  Result<std::vector<HostPlace::LayerImport>> imports = mirror_->plan_imports(0, parts, true);
   if (!imports) return imports.status();
+  from.imports = std::move(*imports);
   std::vector<LayerPlan> plans;
-  for (const HostPlace::LayerImport& import : *imports) plans.push_back(import.plan->layers[0]);
+  for (const HostPlace::LayerImport& import : from.imports) {
+    plans.push_back(import.plan->layers[0]);
+    HostLayer& layer = from.layers.emplace_back(import.layer);
+    layer.slot = slot, layer.at = parts.layers[layer.layer];
+  }
   if (Status s = take_pages(slot, plans); !s) return s;
   if (Status s = copy_tables(slot); !s) return s;
   if (Status s = wait(); !s) return s;
-  const auto bring = [&] {
-    if (Status s = receive_layers(slot, parts, from, *imports); !s) return s;
-    if (Status s = copy_states(slot, true); !s) return s;
-    return finish_import(slot, parts, *imports);
-  };
-  const Status brought = bring();
-  if (brought.code() != StatusCode::kCorrupt) return brought;
-  const auto named = mirror_->plan_imports(0, parts, false);
-  return named ? brought : named.status();
+  if (Status s = receive_layers(slot, parts, from); !s) return s;
+  for (const auto& import : from.imports) mirror_->format()->finish_import(*import.plan);
+  return format_->upload_shared(*mirror_->format(), from.layers);
 }
 
 bool DevicePlace::may_fit(const SequenceParts& parts) const {
@@ -256,52 +267,43 @@ bool DevicePlace::may_fit(const SequenceParts& parts) const {
   return true;
 }
 
-Status DevicePlace::begin_receiving(const SequenceParts& parts, Incoming* from) {
-  for (size_t row = 0; row < parts.raw.size(); ++row) {
-    from->sizes.push_back(static_cast<int64_t>(parts.raw[row].size()));
-    from->sizes.push_back(static_cast<int64_t>(parts.bodies[row].size()));
-  }
-  const int64_t bytes = padded_bytes(from->sizes);
-  const uint8_t* const first = parts.raw[0].data();
-  // The link reads it.
-  from->pinned = const_cast<uint8_t*>(first);
-  from->is_direct = is_pinned(first, bytes);
-  if (!from->is_direct) {
-    const Result<uint8_t*> memory = link_->host_memory(bytes);
-    if (!memory) return memory.status();
-    from->pinned = *memory;
-  }
-  return link_->begin(from->sizes, from->pinned, true, from->is_direct);
-}
-
 // Memory that is not pinned is copied to such as is, by several threads. The one that completes the
-// next layer gives it to the link.
-Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, const Incoming& from,
-                                   const std::vector<HostPlace::LayerImport>& imports) {
+// next layer gives it to the link, with its state. Layers that are enqueued are checked while the
+// link carries others.
+Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, const Incoming& from) {
   const int64_t heads = config_.layout.num_kv_heads, num_layers = config_.layout.num_layers;
   const std::span<const int64_t> sizes = from.sizes;
   const uint8_t* const first = parts.raw[0].data();
   const int32_t threads = from.is_direct ? 1 : threads_for(padded_bytes(sizes));
+  LayerTokens* const counts = counts_ + slot * num_layers;
+  const auto counts_bytes = num_layers * int64_t{sizeof(LayerTokens)};
+  if (Status s = copy(counts, parts.layers.data(), counts_bytes); !s) return s;
   const OnDevice on_device;
   std::mutex mutex;
   std::vector<PageRanges> ranges(num_layers);
-  std::vector<uint8_t> is_there(num_layers);
   int64_t next = 0;
+  const auto give = [&](int64_t layer) {
+    const int32_t checked = link_->end_layer();
+    const uint8_t* const at = parts.raw[layer * heads].data();
+    Status sent = link_->receive(slot, parts.layers[layer], at, std::move(ranges[layer]), prunes_);
+    const int32_t count = link_->end_layer() - checked;
+    if (!sent || count == 0) return sent;
+    return format_->check_imported(std::span(from.layers).subspan(checked, count), counts,
+                                   link_->device_fault());
+  };
   Status s = try_parallel_for(num_layers, threads, [&](int64_t layer) {
-    PageRanges placed = mirror_->format()->place_import(imports[layer].layer, *imports[layer].plan);
+    const HostPlace::LayerImport& import = from.imports[layer];
+    PageRanges placed = mirror_->format()->place_import(import.layer, *import.plan);
+    placed.push_back({import.layer.state, view_.slots.state(slot, import.layer.layer),
+                      layout_.layer_bytes - layout_.raw_bytes});
     const uint8_t* const bytes = parts.raw[layer * heads].data();
     const int64_t size = padded_bytes(sizes.subspan(2 * layer * heads, 2 * heads));
     if (!from.is_direct) std::copy_n(bytes, size, from.pinned + (bytes - first));
     const std::lock_guard<std::mutex> lock(mutex);
     ranges[layer] = std::move(placed);
-    is_there[layer] = 1;
-    while (next < num_layers && is_there[next] != 0) {
+    while (next < num_layers && !ranges[next].empty()) {
       const int64_t given = std::exchange(next, num_layers);  // the last one where it fails
-      const uint8_t* const at = parts.raw[given * heads].data();
-      Status sent = on_device([&] {
-        return link_->receive(slot, parts.layers[given], at, std::move(ranges[given]), prunes_);
-      });
-      if (!sent) return sent;
+      if (Status sent = on_device([&] { return give(given); }); !sent) return sent;
       next = given + 1;
     }
     return Status::ok();
@@ -349,23 +351,6 @@ Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::grow({op_slots_, 1}, target_, report_), needed); !s) return s;
   return commit(nullptr, true);
-}
-
-Status DevicePlace::finish_import(int32_t slot, const SequenceParts& parts,
-                                  const std::vector<HostPlace::LayerImport>& imports) {
-  const int64_t num_layers = config_.layout.num_layers;
-  LayerTokens* const counts = counts_ + slot * num_layers;
-  Status s = copy(counts, parts.layers.data(), num_layers * int64_t{sizeof(LayerTokens)});
-  if (!s) return s;
-  std::vector<HostLayer> layers;
-  for (int32_t l = 0; l < num_layers; ++l) {
-    layers.push_back(mirror_->layer_of({0, l, parts.layers[l], {}}));
-    layers[l].slot = slot;
-  }
-  if (s = format_->check_imported(layers, counts); !s) return s;
-  for (const auto& import : imports) mirror_->format()->finish_import(*import.plan);
-  if (s = format_->upload_shared(*mirror_->format(), layers); !s) return s;
-  return wait();
 }
 
 }  // namespace tierkv::store

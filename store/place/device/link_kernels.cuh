@@ -13,28 +13,21 @@ namespace tierkv::store {
 
 inline constexpr int32_t kLinkThreads = 128;
 
-struct LinkRanges {
-  const PageRange* ranges = nullptr;  // [a CTA each], mapped host memory; addresses of the device
-  int32_t layer = 0;
-  int32_t* fault = nullptr;  // the least link_fault()
-};
-inline constexpr int32_t kNoLinkFault = 0x7f7f7f7f;
-inline constexpr int32_t kLinkFaults = 4;  // kinds
-TKV_HD constexpr int32_t link_fault(int32_t layer, ImportFault fault) {
-  return layer * kLinkFaults + static_cast<int32_t>(fault);
-}
-
-struct LinkRaw {
+// A layer's raw rows, and ranges of its pages.
+struct LinkLayer {
   RawLayout raw;
   TokenLaws laws;
   LayerTokens at;
   uint8_t* rows = nullptr;               // the raw rows of the layer
   uint8_t* bytes = nullptr;              // the layer's parts
   const ChecksumChunk* parts = nullptr;  // [2 * num_kv_heads], mapped host memory
-  int32_t layer = 0;
+  int32_t layer = 0, num_kv_heads = 0;
   bool comes = false;  // parts to rows
   bool can_prune = false;
-  int32_t* fault = nullptr;
+  int32_t raw_ctas = 0;               // of a kv_head
+  int64_t num_ranges = 0;             // a CTA each
+  const PageRange* ranges = nullptr;  // mapped host memory; addresses of the device
+  int32_t* fault = nullptr;           // the least import_fault()
 };
 
 // Bit 15 of each half is set unless it is as `check` wants it.
@@ -44,11 +37,8 @@ __device__ __forceinline__ uint32_t unsound_halves(uint32_t x, RangeCheck check)
   return not_finite | (check == RangeCheck::kParams ? x & 0x8000u : 0);
 }
 
-inline __global__ void __launch_bounds__(kLinkThreads)
-    link_ranges_kernel(const __grid_constant__ LinkRanges c) {
-  wait_for_previous_kernel();
+__device__ __forceinline__ void move_range(const LinkLayer& c, PageRange range) {
   constexpr int32_t kLoads = 4;
-  const PageRange range = c.ranges[blockIdx.x];
   const auto* from = reinterpret_cast<const uint4*>(range.from);
   auto* to = reinterpret_cast<uint4*>(range.to);
   const auto words = static_cast<int32_t>(range.bytes / 16);
@@ -70,20 +60,17 @@ inline __global__ void __launch_bounds__(kLinkThreads)
       }
     }
   }
-  if ((wrong & 0x80008000u) != 0) atomicMin(c.fault, link_fault(c.layer, ImportFault::kBody));
+  if ((wrong & 0x80008000u) != 0) atomicMin(c.fault, import_fault(c.layer, ImportFault::kBody));
 }
 
-// CTAs of line blockIdx.y take the row of that kv_head.
-inline __global__ void __launch_bounds__(kLinkThreads)
-    link_raw_kernel(const __grid_constant__ LinkRaw c) {
-  wait_for_previous_kernel();
-  const auto head = static_cast<int32_t>(blockIdx.y);
+// By the CTA `cta` of the kv_head.
+__device__ __forceinline__ void move_raw(const LinkLayer& c, int32_t head, int32_t cta) {
   uint8_t* const row = c.rows + static_cast<int64_t>(head) * c.raw.row_bytes;
   uint8_t* const part = c.bytes + c.parts[2 * head].first;
   const int32_t sinks = sink_count(c.laws, c.at), ring = ring_count(c.laws, c.at);
   const int32_t first = ring_first(c.laws, c.at), dim = c.raw.head_dim;
-  const auto thread = static_cast<int32_t>(blockIdx.x * kLinkThreads + threadIdx.x);
-  const auto step = static_cast<int32_t>(gridDim.x * kLinkThreads);
+  const int32_t thread = cta * kLinkThreads + static_cast<int32_t>(threadIdx.x);
+  const int32_t step = c.raw_ctas * kLinkThreads;
   bool is_finite_all = true, is_possible_all = true;
   for (int32_t i = thread; i < (sinks + ring) * 2 * dim; i += step) {
     const int32_t token = i / (2 * dim), d = i % dim;
@@ -109,8 +96,21 @@ inline __global__ void __launch_bounds__(kLinkThreads)
     if (thread == 0 && ring % 2 != 0) scores[ring] = {};
     return;
   }
-  if (!is_finite_all) atomicMin(c.fault, link_fault(c.layer, ImportFault::kRawValue));
-  if (!is_possible_all) atomicMin(c.fault, link_fault(c.layer, ImportFault::kRawScore));
+  if (!is_finite_all) atomicMin(c.fault, import_fault(c.layer, ImportFault::kRawValue));
+  if (!is_possible_all) atomicMin(c.fault, import_fault(c.layer, ImportFault::kRawScore));
+}
+
+// CTAs of raw rows, then of ranges.
+inline __global__ void __launch_bounds__(kLinkThreads)
+    link_layer_kernel(const __grid_constant__ LinkLayer c) {
+  wait_for_previous_kernel();
+  const auto cta = static_cast<int32_t>(blockIdx.x);
+  const int32_t range = cta - c.raw_ctas * c.num_kv_heads;
+  if (range < 0) {
+    move_raw(c, cta % c.num_kv_heads, cta / c.num_kv_heads);
+  } else {
+    move_range(c, c.ranges[range]);
+  }
 }
 
 }  // namespace tierkv::store

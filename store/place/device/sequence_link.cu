@@ -61,7 +61,6 @@ SequenceLink::~SequenceLink() {
 
 Status SequenceLink::begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes,
                            bool is_there) {
-  if (Status s = finish(); !s) return s;
   list_ = 0;
   list_bytes_ = 0;
   moves_.clear();
@@ -180,19 +179,24 @@ Result<const T*> SequenceLink::put(const T* from, int64_t count) {
 }
 
 uint8_t* SequenceLink::join(int32_t slot, LayerTokens at) {
-  LinkRaw raw;
-  raw.raw = view_.raw;
-  raw.laws = view_.laws;
-  raw.at = at;
-  raw.rows = view_.slots.raw(slot, layer_);
-  raw.bytes = staged(group_);
-  raw.parts = parts_ + int64_t{layer_} * 2 * view_.num_kv_heads;
-  raw.layer = layer_;
-  raw.comes = comes_;
-  raw.fault = device_fault_;
-  moves_.push_back({raw, {nullptr, layer_, device_fault_}, 0});
+  constexpr int32_t kOfThread = 16, kMostCtas = 256;
+  LinkLayer layer;
+  layer.raw = view_.raw;
+  layer.laws = view_.laws;
+  layer.at = at;
+  layer.rows = view_.slots.raw(slot, layer_);
+  layer.bytes = staged(group_);
+  layer.parts = parts_ + int64_t{layer_} * 2 * view_.num_kv_heads;
+  layer.layer = layer_;
+  layer.num_kv_heads = view_.num_kv_heads;
+  layer.comes = comes_;
+  layer.fault = device_fault_;
+  const int32_t tokens = sink_count(view_.laws, at) + ring_count(view_.laws, at);
+  const int32_t ctas = tokens * 2 * view_.raw.head_dim / (kOfThread * kLinkThreads) + 1;
+  layer.raw_ctas = tokens > 0 ? least(kMostCtas, ctas) : 0;
+  moves_.push_back(layer);
   ++layer_;
-  return raw.bytes + raw.parts[0].first;
+  return layer.bytes + layer.parts[0].first;
 }
 
 // Ranges that are not checked may be long.
@@ -216,29 +220,18 @@ Status SequenceLink::add_ranges(const PageRanges& ranges) {
       to->bytes = std::min(kRangeBytes, range.bytes - i * kRangeBytes);
     }
   }
-  moves_.back().ranges.ranges = *list;
+  moves_.back().ranges = *list;
   moves_.back().num_ranges = count;
   return layer_ == groups_[group_].end_layer ? enqueue_group() : Status::ok();
 }
 
 Status SequenceLink::move_layers() const {
-  const auto heads = static_cast<uint32_t>(view_.num_kv_heads);
-  for (const Move& move : moves_) {
-    const int64_t tokens =
-        sink_count(view_.laws, move.raw.at) + ring_count(view_.laws, move.raw.at);
-    constexpr int64_t kOfThread = 16, kMostCtas = 256;
-    const int64_t ctas =
-        std::min(kMostCtas, tokens * 2 * view_.raw.head_dim / (kOfThread * kLinkThreads) + 1);
-    if (tokens > 0) {
-      const dim3 grid(static_cast<uint32_t>(ctas), heads);
-      Status s = launch_after_previous(link_raw_kernel, grid, kLinkThreads, 0, stream_, move.raw);
-      if (!s) return s;
-    }
-    if (move.num_ranges > 0) {
-      Status s = launch_after_previous(link_ranges_kernel, static_cast<uint32_t>(move.num_ranges),
-                                       kLinkThreads, 0, stream_, move.ranges);
-      if (!s) return s;
-    }
+  for (const LinkLayer& move : moves_) {
+    const int64_t ctas = int64_t{move.raw_ctas} * view_.num_kv_heads + move.num_ranges;
+    if (ctas == 0) continue;
+    Status s = launch_after_previous(link_layer_kernel, static_cast<uint32_t>(ctas), kLinkThreads,
+                                     0, stream_, move);
+    if (!s) return s;
   }
   return Status::ok();
 }
@@ -266,7 +259,7 @@ Status SequenceLink::find_checksums() const {
 
 Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies) {
   join(slot, at);
-  const ChecksumChunk* const parts = moves_.back().raw.parts;
+  const ChecksumChunk* const parts = moves_.back().parts;
   PageRanges ranges;
   size_t count = bodies.size();
   for (const ExportedBody& body : bodies) count += body.pages.size();
@@ -289,8 +282,8 @@ Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const Exported
 Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
                              bool can_prune) {
   uint8_t* const to = join(slot, at);
-  moves_.back().raw.can_prune = can_prune;
-  const ChecksumChunk* const parts = moves_.back().raw.parts;
+  moves_.back().can_prune = can_prune;
+  const ChecksumChunk* const parts = moves_.back().parts;
   const ChecksumChunk& last = parts[2 * view_.num_kv_heads - 1];
   const int64_t bytes = last.first + last.bytes - parts[0].first;
   for (PageRange& range : ranges) {
@@ -353,16 +346,16 @@ Status SequenceLink::wait_for(int32_t layer) const {
 
 Status SequenceLink::finish() {
   if (device_fault_ == nullptr) return Status::ok();
-  int32_t fault = kNoLinkFault;
+  int32_t fault = kNoImportFault;
   cudaError_t error =
       cudaMemcpyAsync(&fault, device_fault_, sizeof(fault), cudaMemcpyDeviceToHost, stream_);
   for (const cudaStream_t stream : {stream_, copies_}) {
     const cudaError_t waited = cudaStreamSynchronize(stream);
     if (error == cudaSuccess) error = waited;
   }
-  fault_kind_ =
-      fault == kNoLinkFault ? ImportFault::kNone : static_cast<ImportFault>(fault % kLinkFaults);
-  fault_layer_ = fault / kLinkFaults;
+  fault_kind_ = fault == kNoImportFault ? ImportFault::kNone
+                                        : static_cast<ImportFault>(fault % kImportFaults);
+  fault_layer_ = fault / kImportFaults;
   return cuda_status(error, "link");
 }
 

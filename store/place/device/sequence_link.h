@@ -23,6 +23,7 @@ namespace tierkv::store {
 using PinnedMemory = std::shared_ptr<void>;
 // Mapped, so that kernels read it. kOutOfMemory.
 Result<PinnedMemory> pinned_memory(int64_t bytes);
+// By both ends; the rest is the caller's promise (tierkv/kv_store.h).
 bool is_pinned(const uint8_t* from, int64_t bytes);
 
 class SequenceLink {
@@ -32,9 +33,9 @@ class SequenceLink {
                                                     cudaStream_t stream);
   ~SequenceLink();
 
-  // Before the layers of a sequence, which then come in their order. part_bytes: of all its parts
-  // (SequenceSource), which lie one behind the other in pinned memory. is_there: that memory holds
-  // what comes already, and keeps it until finish(). Waits for what was before. kOutOfMemory,
+  // Before the layers of a sequence, which then come in their order; the one before is finished.
+  // part_bytes: of all its parts (SequenceSource), which lie one behind the other in pinned memory.
+  // is_there: that memory holds what comes already, and keeps it until finish(). kOutOfMemory,
   // kCuda.
   Status begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes, bool is_there);
   // Pinned memory of that size that stays until more is asked for: what other memory goes through.
@@ -45,6 +46,11 @@ class SequenceLink {
   // find elsewhere is copied.
   Status receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
                  bool can_prune);
+  // The layers before this one are enqueued; where they come, what the stream does next finds them.
+  int32_t end_layer() const { return group_ == 0 ? 0 : groups_[group_ - 1].end_layer; }
+  // Where kernels that look at what came tell the least import_fault() until finish(). Device
+  // memory.
+  int32_t* device_fault() const { return device_fault_; }
   // Until a layer is in host memory, after all were sent. Any thread.
   Status wait_for(int32_t layer) const;
   // Waits for all that was enqueued.
@@ -106,13 +112,7 @@ class SequenceLink {
   std::vector<Group> groups_;
   std::vector<int32_t> group_of_;  // [layers]
   int32_t layer_ = 0, group_ = 0;  // the next, and its group
-  // The layers of the group that is being filled.
-  struct Move {
-    LinkRaw raw;
-    LinkRanges ranges;
-    int64_t num_ranges = 0;
-  };
-  std::vector<Move> moves_;
+  std::vector<LinkLayer> moves_;   // the layers of the group that is being filled
   ImportFault fault_kind_ = ImportFault::kNone;
   int32_t fault_layer_ = 0;
 };

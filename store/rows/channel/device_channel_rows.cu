@@ -93,7 +93,7 @@ ChannelCall DeviceChannelRows::call_of(const DeviceWorks& works) const {
   call.is_raw_layer = is_raw_layer_;
   call.works = works;
   call.num_entries = works.entries();
-  call.most_blocks = rows_.body().blocks_of(works.most_leaving);
+  call.most_blocks = rows_.body().blocks_of(works.most_leaving + view_.laws.sink_tokens);
   return call;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "codec/format/same_log.h"
 #include "store/rows/coded/coded_rows.h"
@@ -18,7 +19,7 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan(const std::vector<BodyWork>& w
       return s.with_context("sequence " + std::to_string(work.layer.slot) + ", layer " +
                             std::to_string(work.layer.layer));
     }
-    add_layer_plan(work.layer, draft, plan.get());
+    add_layer_plan(work.layer, &draft, plan.get());
     plan->drafts.push_back(std::move(draft));
   }
   return std::unique_ptr<BodyPlan>(std::move(plan));
@@ -273,48 +274,46 @@ std::vector<uint8_t> CodedRows::raw_block(const BlockTokens& tokens, Component c
   return bytes;
 }
 
-void CodedRows::add_layer_plan(const HostLayer& layer, const LayerDraft& draft,
-                               CodedPlan* plan) const {
-  const auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
-  int64_t used = draft.first_block == 0 ? 0 : ends[draft.first_block - 1];
-  for (size_t i = 0; i < draft.num_blocks(); ++i) {
-    const auto units = static_cast<int32_t>(draft.block(i).size() / kUnitBytes);
-    used = place_block(used, units, shape_.page_units) + units;
+void CodedRows::add_layer_plan(const HostLayer& layer, LayerDraft* draft, CodedPlan* plan) const {
+  for (const std::vector<uint8_t>& block : draft->blocks) {
+    draft->units.push_back(static_cast<uint32_t>(block.size() / kUnitBytes));
   }
-  LayerPlan result = {{SideCounts{{static_cast<int32_t>(used)}}}};
-  if (draft.first_block < block_count(layer.at.body_end)) {
-    result.kept = cut_counts(layer, draft.first_block * kBlockTokens);
+  const int32_t used = place_blocks(draft->units, units_before(layer, draft->first_block),
+                                    shape_.page_units, [](size_t, int32_t, int32_t) {});
+  LayerPlan result = {{SideCounts{{used}}}};
+  if (draft->first_block < block_count(layer.at.body_end)) {
+    result.kept = cut_counts(layer, draft->first_block * kBlockTokens);
   }
   plan->layers.push_back(std::move(result));
 }
 
 PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draft) {
-  PageRanges ranges;
   *state_at<int32_t>(layer, shape_.fixed_byte()) = draft.fixed ? 1 : 0;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     *state_at<CodedRowState>(layer, shape_.row_byte(h)) = draft.rows[h];
     std::copy(draft.means[h].begin(), draft.means[h].end(),
               state_at<uint16_t>(layer, shape_.means_byte(h)));
   }
-  ranges.reserve(draft.num_blocks());
-  auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
-  int64_t used = draft.first_block == 0 ? 0 : ends[draft.first_block - 1];
+  PageRanges ranges(draft.units.size());
+  auto* const ends = state_at<uint32_t>(layer, shape_.ends_byte());
+  CodedBlockRef* const refs = this->refs(layer, 0, Component::kKey);
+  std::vector<const uint8_t*> brought = draft.brought;
   const int32_t row = pages_.row(layer.slot, layer.layer, 0), per_block = 2 * shape_.num_kv_heads;
-  for (size_t i = 0; i < draft.num_blocks(); ++i) {
-    const std::span<const uint8_t> block = draft.block(i);
-    const auto units = static_cast<int32_t>(block.size() / kUnitBytes);
-    const int64_t at = place_block(used, units, shape_.page_units);
-    const auto index = static_cast<int32_t>(at / shape_.page_units);
-    const int64_t offset =
-        int64_t{pages_.page(row, 0, index)} * shape_.page_units + at % shape_.page_units;
-    const auto within = static_cast<int32_t>(i) % per_block;
-    const int32_t b = draft.first_block + static_cast<int32_t>(i) / per_block;
-    const CodedBlockRef ref = {static_cast<uint32_t>(offset), static_cast<uint32_t>(units)};
-    refs(layer, within / 2, within % 2 == 0 ? Component::kKey : Component::kValue)[b] = ref;
-    ranges.push_back({block.data(), block_bytes(ref), static_cast<int64_t>(block.size())});
-    used = at + units;
-    ends[b] = static_cast<uint32_t>(used);
-  }
+  int32_t b = draft.first_block, within = 0;
+  const auto place = [&](size_t i, int32_t page, int32_t unit) {
+    const uint32_t units = draft.units[i];
+    const auto first = static_cast<uint32_t>(pages_.page(row, 0, page)) * shape_.page_units;
+    const CodedBlockRef ref = {first + unit, units};
+    const int64_t bytes = int64_t{units} * kUnitBytes;
+    const uint8_t* const from =
+        brought.empty() ? draft.blocks[i].data()
+                        : std::exchange(brought[within / 2], brought[within / 2] + bytes);
+    refs[int64_t{within} * shape_.max_blocks + b] = ref;
+    ranges[i] = {from, block_bytes(ref), bytes};
+    ends[b] = static_cast<uint32_t>(page * shape_.page_units + unit) + units;
+    if (++within == per_block) ++b, within = 0;
+  };
+  place_blocks(draft.units, units_before(layer, draft.first_block), shape_.page_units, place);
   return ranges;
 }
 

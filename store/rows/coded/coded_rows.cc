@@ -165,9 +165,7 @@ WeightedRow CodedRows::row_of(int32_t layer, int32_t kv_head, const CodedRowStat
 }
 
 std::vector<SideCounts> CodedRows::cut_counts(const HostLayer& layer, int32_t body_end) const {
-  const auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
-  const uint32_t units = body_end > 0 ? ends[body_end / kBlockTokens - 1] : 0;
-  return {SideCounts{{static_cast<int32_t>(units)}}};
+  return {SideCounts{{units_before(layer, body_end / kBlockTokens)}}};
 }
 
 void CodedRows::relocate(const HostLayer& layer, const PageCopy* copies) {

@@ -92,15 +92,12 @@ class CodedRows final : public RowFormat {
     bool fixed = false;                      // afterwards
     std::vector<CodedRowState> rows;         // [num_kv_heads]
     std::vector<std::vector<uint16_t>> means;
-    // [blocks][num_kv_heads][2], in the order of the pages.
+    // [blocks][num_kv_heads][2], in the order of the pages: bytes that were made, and their sizes.
     std::vector<std::vector<uint8_t>> blocks;
-    // The blocks of an import, which stay as they are.
-    std::vector<std::span<const uint8_t>> brought;
-
-    size_t num_blocks() const { return most(blocks.size(), brought.size()); }
-    std::span<const uint8_t> block(size_t i) const {
-      return brought.empty() ? std::span<const uint8_t>(blocks[i]) : brought[i];
-    }
+    std::vector<uint32_t> units;
+    // The blocks of an import that stay as they are, [num_kv_heads], those of a row one behind the
+    // other; empty: blocks has the bytes.
+    std::vector<const uint8_t*> brought;
   };
   struct CodedPlan final : BodyPlan {
     std::vector<LayerDraft> drafts;      // [works]
@@ -118,10 +115,13 @@ class CodedRows final : public RowFormat {
   CodedBlockRef* refs(const HostLayer& layer, int32_t kv_head, Component c) const {
     return state_at<CodedBlockRef>(layer, shape_.refs_byte(kv_head, c));
   }
+  // Of the layer.
+  int32_t units_before(const HostLayer& layer, int32_t block) const {
+    const auto* ends = state_at<int32_t>(layer, shape_.ends_byte());
+    return block == 0 ? 0 : ends[block - 1];
+  }
   uint8_t* block_bytes(const CodedBlockRef& ref) const {
-    const auto page_units = static_cast<uint32_t>(shape_.page_units);
-    return pages_.bytes(static_cast<int32_t>(ref.offset / page_units)) +
-           int64_t{ref.offset % page_units} * kUnitBytes;
+    return pages_.base + int64_t{ref.offset} * kUnitBytes;
   }
   const RowStart& start(int32_t layer, int32_t kv_head) const {
     return starts_[layer * shape_.num_kv_heads + kv_head];
@@ -150,7 +150,7 @@ class CodedRows final : public RowFormat {
   Status encode(const LayerBooks& books, int32_t kv_head, int32_t count, const BlockCodes& codes,
                 LayerDraft* draft) const;
   std::vector<uint8_t> raw_block(const BlockTokens& tokens, Component c) const;
-  void add_layer_plan(const HostLayer& layer, const LayerDraft& draft, CodedPlan* plan) const;
+  void add_layer_plan(const HostLayer& layer, LayerDraft* draft, CodedPlan* plan) const;
   // State and directory; the bytes of block i go where ranges[i] says.
   PageRanges place_layer(const HostLayer& layer, const LayerDraft& draft);
 
@@ -161,14 +161,16 @@ class CodedRows final : public RowFormat {
                   float* const x[2]) const;
 
   // coded_transfer.cc
-  // `books`: of the layer where it is fixed, those of the sequence.
-  Status import_layer(const ImportWork& work, LayerBooks* books, LayerDraft* draft) const;
+  // `books`: of the layer where it is fixed, those of the sequence, unless the store has them.
+  // is_left: whether blocks that decode later must be decoded now.
+  Status import_layer(const ImportWork& work, LayerBooks* books, LayerDraft* draft,
+                      bool* is_left) const;
   Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft,
                     std::vector<WeightedRow>* rows) const;
   // Bytes of a body before its blocks.
   int64_t head_bytes(bool fixed, int32_t blocks) const;
   // Checks everything but its values.
-  Status check_raw_block(std::span<const uint8_t> bytes, int32_t tokens) const;
+  Status check_raw_block(const uint8_t* bytes, int64_t size, int32_t tokens) const;
 
   StoreConfig config_;
   CodedFormat format_;

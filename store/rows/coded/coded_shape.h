@@ -18,6 +18,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "attention/coded/coded_attention.h"
 #include "codec/format/weighted_block_format.h"
@@ -104,9 +105,19 @@ TKV_HD constexpr int32_t block_count(int32_t body_end) {
   return (body_end + kBlockTokens - 1) / kBlockTokens;
 }
 
-// Where a block of `units` goes behind `used` units of a layer.
-TKV_HD constexpr int64_t place_block(int64_t used, int32_t units, int32_t page_units) {
-  return used % page_units + units > page_units ? round_up(used, page_units) : used;
+// Where blocks go behind `used` units of a layer: calls each(i, page, unit in it) for blocks of
+// these units, and returns what is used then.
+template <class Each>
+int32_t place_blocks(std::span<const uint32_t> units, int32_t used, int32_t page_units,
+                     const Each& each) {
+  int32_t page = used / page_units, unit = used % page_units;
+  for (size_t i = 0; i < units.size(); ++i) {
+    const auto count = static_cast<int32_t>(units[i]);
+    if (unit + count > page_units) ++page, unit = 0;
+    each(i, page, unit);
+    unit += count;
+  }
+  return page * page_units + unit;
 }
 
 // What a truncated token keeps (RawScore::sum, as bits): G, and the exponent of its value once

@@ -6,7 +6,6 @@
 // means (fp16 [head_dim]); of each block the units (u32, not 0) of keys, then of values, and zeros
 // up to a multiple of 16; then of each block as many times 16 bytes of keys, then of values.
 #include <algorithm>
-#include <span>
 #include <string>
 #include <utility>
 
@@ -100,31 +99,27 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
   }
   draft->rows.push_back(state);
   draft->means.push_back(means);
-  const int64_t most_units =
-      least(int64_t{shape_.page_units},
-            most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens)) / kUnitBytes);
+  const uint32_t most_units =
+      static_cast<uint32_t>(least(shape_.page_units, shape_.largest_block_bytes() / kUnitBytes));
   const int32_t count = 2 * draft->end_block, padded = static_cast<int32_t>(round_up(count, 4));
   const uint8_t* const units = in.take(size_t{4} * padded);
   if (units == nullptr) return corrupt_body("it ends too early");
+  uint64_t sum = 0;
   for (int32_t i = 0; i < padded; ++i) {
     const uint32_t size = load_u32(units + size_t{4} * i);
     if ((size == 0) != (i >= count)) return corrupt_body("a block is empty");
-    if (i >= count) continue;
     if (size > most_units) return corrupt_body("a block is too long");
-    const size_t bytes = size_t{size} * kUnitBytes;
-    const uint8_t* from = in.take(bytes);
-    if (from == nullptr) return corrupt_body("it ends too early");
+    sum += size;
     // In the order of the pages.
-    const int32_t b = i / 2, heads = shape_.num_kv_heads;
-    draft->brought[(b * heads + kv_head) * 2 + i % 2] = {from, bytes};
+    if (i < count) draft->units[(i / 2 * shape_.num_kv_heads + kv_head) * 2 + i % 2] = size;
   }
+  draft->brought.push_back(in.take(sum * kUnitBytes));
+  if (!in.ok()) return corrupt_body("it ends too early");
   return in.at_end() ? Status::ok() : corrupt_body("wrong size");
 }
 
-Status CodedRows::check_raw_block(std::span<const uint8_t> bytes, int32_t tokens) const {
-  if (static_cast<int64_t>(bytes.size()) != shape_.raw_block_bytes(tokens)) {
-    return corrupt_body("a raw block has another size");
-  }
+Status CodedRows::check_raw_block(const uint8_t* bytes, int64_t size, int32_t tokens) const {
+  if (size != shape_.raw_block_bytes(tokens)) return corrupt_body("a raw block has another size");
   for (int32_t t = 0; t < kBlockTokens; ++t) {
     const auto g = static_cast<int8_t>(bytes[t]);
     if (t < tokens ? !is_importance_exponent(g) : g != 0) {
@@ -135,11 +130,11 @@ Status CodedRows::check_raw_block(std::span<const uint8_t> bytes, int32_t tokens
 }
 
 // Blocks that were made with the books of this store stay as they are, the others are coded anew.
-Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
-                               LayerDraft* draft) const {
+Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs, LayerDraft* draft,
+                               bool* is_left) const {
   const int32_t layer = work.layer.layer, heads = shape_.num_kv_heads;
   draft->end_block = block_count(work.body_end);
-  draft->brought.resize(size_t{2} * draft->end_block * heads);
+  draft->units.resize(size_t{2} * draft->end_block * heads);
   std::vector<WeightedRow> rows;
   for (int32_t h = 0; h < heads; ++h) {
     Status s = import_row(work, h, draft, &rows);
@@ -151,20 +146,23 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
     return corrupt_body("it is not fixed");
   if (draft->fixed == work.shared.empty())
     return corrupt_body("codebooks without blocks, or without");
+  if (draft->end_block > 0 && shape_.tokens_of(0, work.body_end) < 1) {
+    return corrupt_body("a block without tokens");
+  }
   const LayerBooks& held = books_[layer];
   const bool same_books =
       !draft->fixed || held.empty() || std::ranges::equal(held.bytes, work.shared);
   const bool is_held = !held.empty() && same_books;
+  if (work.decodes_later && draft->fixed) {
+    *is_left = !is_held || !std::all_of(rows.begin(), rows.end(), is_tame);
+    return Status::ok();
+  }
   if (draft->fixed && !is_held) {
     Result<LayerBooks> parsed = parse_books(format_, config_.layout, work.shared);
     if (!parsed) return parsed.status();
     *theirs = std::move(*parsed);
   }
-  std::vector<uint8_t> tame;
-  for (const WeightedRow& row : rows) tame.push_back(is_tame(row));
-  // The caller may decode with books that the store has, and with no others.
-  const bool decodes =
-      !work.decodes_later || !is_held || std::count(tame.begin(), tame.end(), 0) > 0;
+  std::vector<const uint8_t*> next = draft->brought;
   std::vector<float> values[2];
   for (std::vector<float>& x : values) x.resize(int64_t{kBlockTokens} * shape_.head_dim);
   float* const x[2] = {values[0].data(), values[1].data()};
@@ -172,45 +170,44 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
   for (int32_t i = 0; i < draft->end_block * heads; ++i) {
     const int32_t b = i / heads, h = i % heads;
     const Positions range = {shape_.first_of(b), shape_.end_of(b, work.body_end)};
-    if (range.count() < 1) return corrupt_body("a block without tokens");
-    const std::span<const uint8_t>* blocks = draft->brought.data() + 2 * i;
-    if (!draft->fixed) {
-      for (int32_t c = 0; c < 2; ++c) {
-        if (Status s = check_raw_block(blocks[c], range.count()); !s) return s;
-      }
-      continue;
+    const uint8_t* bytes[2];
+    int64_t size[2];
+    for (int32_t c = 0; c < 2; ++c) {
+      size[c] = int64_t{draft->units[2 * i + c]} * kUnitBytes;
+      bytes[c] = std::exchange(next[h], next[h] + size[c]);
+      if (draft->fixed) continue;
+      if (Status s = check_raw_block(bytes[c], size[c], range.count()); !s) return s;
     }
-    if (!decodes) continue;
-    const uint8_t* const bytes[2] = {blocks[0].data(), blocks[1].data()};
-    const int64_t size[2] = {static_cast<int64_t>(blocks[0].size()),
-                             static_cast<int64_t>(blocks[1].size())};
-    Status s = decode(rows[h], is_held ? held : *theirs, bytes, size, range, &codes,
-                      tame[h] ? nullptr : x);
+    if (!draft->fixed) continue;
+    const bool tame = is_tame(rows[h]);
+    Status s =
+        decode(rows[h], is_held ? held : *theirs, bytes, size, range, &codes, tame ? nullptr : x);
     if (!s) return corrupt_body(s.message());
     const auto count = static_cast<size_t>(range.count()) * shape_.head_dim;
-    if (!tame[h] && (!all_finite(values[0], count) || !all_finite(values[1], count))) {
+    if (!tame && (!all_finite(values[0], count) || !all_finite(values[1], count))) {
       return corrupt_body("beyond fp32");
     }
     if (same_books) continue;
     s = encode(held, h, range.count(), codes, draft);
     if (!s) return corrupt_body(s.message());
   }
-  if (!same_books) draft->brought.clear();
+  if (!same_books) draft->brought.clear(), draft->units.clear();
   return Status::ok();
 }
 
 Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const std::vector<ImportWork>& works) {
   auto plan = std::make_unique<CodedPlan>();
+  bool is_left = false;
   for (const ImportWork& work : works) {
     const int32_t layer = work.layer.layer;
     LayerBooks books;
     LayerDraft& draft = plan->drafts.emplace_back();
-    Status s = import_layer(work, &books, &draft);
+    Status s = import_layer(work, &books, &draft, &is_left);
     if (!s) return s.with_context("layer " + std::to_string(layer));
     if (books_[layer].empty() && !books.empty()) plan->made[layer] = std::move(books);
-    add_layer_plan(work.layer, draft, plan.get());
+    add_layer_plan(work.layer, &draft, plan.get());
   }
-  return std::unique_ptr<BodyPlan>(std::move(plan));
+  return std::unique_ptr<BodyPlan>(is_left ? nullptr : std::move(plan));
 }
 
 // A raw block begins with exponents.

@@ -5,7 +5,8 @@
 // cells. Cells are worked on in groups, for which there is staging memory: their tokens as fp16,
 // those of partial blocks that are continued as codes. plan() finds the sizes of all cells and
 // where they go; write() makes their bytes there. Between both lies the page operation alone. Where
-// one group is all, plan() leaves most blocks over their staged tokens, and write() moves them.
+// one group is all, plan() leaves most blocks over their staged tokens, and write() moves them. A
+// captured step has one group; where that does not hold all cells, EncodeEntries does them.
 #pragma once
 
 #include "codec/gpu/coded/weighted_batch.h"
@@ -102,7 +103,8 @@ struct CodedCall {
   // layer begins among all, and, [layers, layer_cells()], the layer's cells by their places.
   int32_t* list_begins = nullptr;  // [layers + 1]
   int32_t* lists = nullptr;
-  bool reloads = false;             // what fits into one group is in staging memory already
+  bool writes = false;              // of write(): one group's tokens are in staging memory already
+  bool by_entry = false;            // what does not is EncodeEntries', not that of groups
   WeightedPlace* places[2] = {};    // [cells, heads]
   uint32_t* ends = nullptr;         // [cells]
   StatusCode* status = nullptr;     // [layers, layer_cells(), heads, 2], by places in the lists
@@ -129,23 +131,24 @@ struct CodedCall {
   }
 };
 
-// What a group has of layer l of the call, counted from the group's first cell.
-TKV_HD Positions cells_of_layer(const CodedCall& call, int32_t l) {
-  const int32_t first = most(call.list_begins[l] - call.group.first, 0);
-  const int32_t end = least(call.list_begins[l + 1] - call.group.first, call.group.cells);
-  return {first, most(first, end)};
-}
-TKV_HD int32_t cells_of_group(const CodedCall& call) {
-  const int32_t all = call.list_begins[call.works.num_layers];
-  return most(0, least(call.group.cells, all - call.group.first));
-}
 // Whether all cells are in the first group, which then stays in staging memory.
 TKV_HD bool has_one_group(const CodedCall& call) {
   return call.list_begins[call.works.num_layers] <= call.group_cells;
 }
+TKV_HD int32_t cells_of_group(const CodedCall& call) {
+  if (call.by_entry && !has_one_group(call)) return 0;
+  const int32_t all = call.list_begins[call.works.num_layers];
+  return most(0, least(call.group.cells, all - call.group.first));
+}
+// What a group has of layer l of the call, counted from the group's first cell.
+TKV_HD Positions cells_of_layer(const CodedCall& call, int32_t l) {
+  const int32_t first = most(call.list_begins[l] - call.group.first, 0);
+  const int32_t end = least(call.list_begins[l + 1] - call.group.first, cells_of_group(call));
+  return {first, most(first, end)};
+}
 // Whether load kernels have nothing to do.
 TKV_HD bool is_loaded(const CodedCall& call) {
-  return call.reloads && has_one_group(call);
+  return call.writes && has_one_group(call);
 }
 // Where the first item of layer l of a group has its status, or how many are before it.
 TKV_HD int64_t status_of_layer(const CodedCall& call, int32_t l) {
@@ -207,5 +210,18 @@ __device__ __forceinline__ int32_t threads_of_grid() {
 __device__ __forceinline__ int32_t warps_of_grid() {
   return threads_of_grid() / kWarpLanes;
 }
+
+// A kernel of what a Work of a call does.
+template <class Work>
+struct OfCall {
+  static constexpr int32_t kThreads = Work::kThreads, kCtas = Work::kCtas;
+  CodedCall call;
+  __device__ void operator()(uint8_t* shared) const { Work{{call}}(shared); }
+};
+// kCtas: that an SM has at once; 0: as the compiler likes.
+struct CallWork {
+  static constexpr int32_t kCtas = 0;
+  const CodedCall& call;
+};
 
 }  // namespace tierkv::store

@@ -12,9 +12,7 @@
 
 #include "attention/coded/weighted_tables.h"
 #include "store/rows/coded/device_coded_attention.cuh"
-#include "store/rows/coded/device_encode.cuh"
-#include "store/rows/coded/device_places.cuh"
-#include "store/rows/coded/device_tokens.cuh"
+#include "store/rows/coded/device_entries.cuh"
 
 namespace tierkv::store {
 
@@ -65,7 +63,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     }
     Status s = for_groups(call, [&](const CodedCall& of_group) {
       Status loaded = load_group(of_group);
-      return loaded ? encode_group(of_group, false) : loaded;
+      return loaded ? encode_group(of_group) : loaded;
     });
     if (!s) return s;
     const int64_t items = round_up(int64_t{2} * call.blocks * heads(), kWarpLanes);
@@ -87,18 +85,18 @@ class PlannedCodedRows : public AttendedCodedRows {
       if (!s) return s;
     }
     if (Status s = keep_books(); !s) return s;
-    const bool is_loaded = is_one_group(call);
-    call.reloads = true;
+    const bool is_loaded = is_one_group(call) || call.by_entry;
+    call.writes = true;
     Status s = for_groups(call, [&](const CodedCall& of_group) {
       if (!is_loaded) {
         if (Status loaded = load_group(of_group); !loaded) return loaded;
       }
       const int64_t items = int64_t{of_group.group.cells} * heads() * 2;
-      Status moved = run(MoveBlocks{of_group}, items, MoveBlocks::kThreads / kWarpLanes);
+      Status moved = run(OfCall<MoveBlocks>{of_group}, items, MoveBlocks::kThreads / kWarpLanes);
       if (!moved) return moved;
-      Status encoded = encode_group(of_group, true);
+      Status encoded = encode_group(of_group);
       if (!encoded || !planned_.leaves_raw) return encoded;
-      return run(WriteRawBlocks{of_group}, items, 1);
+      return run(OfCall<WriteRawBlocks>{of_group}, items, 1);
     });
     if (!s) return s;
     saved_ = nullptr;
@@ -141,7 +139,10 @@ class PlannedCodedRows : public AttendedCodedRows {
   };
   Result<CodedCall> planned_call(const DeviceWorks& works) const {
     Result<CodedCall> call = call_of(works, most_blocks(works));
-    if (call && !planned_.hints.empty()) call->hints = hints_;
+    if (!call) return call;
+    if (!planned_.hints.empty()) call->hints = hints_;
+    call->by_entry =
+        works.moves == nullptr && !is_one_group(*call) && call->blocks <= call->group_cells;
     return call;
   }
 
@@ -197,47 +198,77 @@ class PlannedCodedRows : public AttendedCodedRows {
     return most(1, blocks);
   }
 
-  // each(call) for every group of cells.
+  // each(call) for every group of cells, and then what is not of groups.
   template <class Each>
   Status for_groups(const CodedCall& call, const Each& each) {
-    const int32_t cells = call.layer_cells() * call.works.num_layers;
+    const int32_t cells =
+        call.by_entry ? call.group_cells : call.layer_cells() * call.works.num_layers;
     for (int32_t first = 0; first < cells; first += call.group_cells) {
       CodedCall of_group = call;
       of_group.group = {first, std::min(call.group_cells, cells - first)};
       Status s = each(of_group);
       if (!s) return s;
     }
-    return Status::ok();
+    return call.by_entry ? encode_entries(call) : Status::ok();
   }
 
   Status load_group(const CodedCall& call) {
     const int64_t rows = int64_t{call.group.cells} * heads();
-    if (Status s = run(GatherTokens{call}, rows, 1); !s) return s;
-    Status s = run(DecideExponents{call}, rows, DecideExponents::kThreads / kWarpLanes);
+    if (Status s = run(OfCall<GatherTokens>{call}, rows, 1); !s) return s;
+    Status s = run(OfCall<DecideExponents>{call}, rows, DecideExponents::kThreads / kWarpLanes);
     if (!s || !planned_.continues) return s;
-    const DecodeOldBlocks decode{call, kMaxWeightedBlockBytes};
     const int64_t ctas = (int64_t{call.group.cells} * heads() + 3) / 4;
     const int64_t most_ctas = 2 * limits_.sms / call.works.num_layers + 1;
     const dim3 grid(static_cast<uint32_t>(std::clamp<int64_t>(ctas, 1, most_ctas)),
                     static_cast<uint32_t>(2 * call.works.num_layers));
-    return launch(decode, grid,
-                  DecodeOldBlocks::shared_bytes(decode.shape_of_call(host_->format().max_length)),
+    return launch(OfCall<DecodeOldBlocks>{call}, grid,
+                  decode_bytes(call, DecodeOldBlocks::kThreads / kWarpLanes),
                   DecodeOldBlocks::kThreads);
   }
+  int32_t decode_bytes(const CodedCall& call, int32_t warps) const {
+    const DecodeOldBlocks decode{{call}};
+    return DecodeOldBlocks::shared_bytes(decode.shape_of_call(host_->format().max_length), warps);
+  }
 
-  Status encode_group(const CodedCall& call, bool writes) {
+  // Warps of a CTA that encodes, two of which an SM has where that is possible, and the bytes of
+  // their shared memory.
+  struct EncodeShape {
+    int32_t warps, bytes;
+  };
+  EncodeShape encode_shape(int32_t base) const {
+    const int32_t each = encode_warp_bytes(head_dim(), host_->format().max_length);
+    const int32_t half = limits_.shared_bytes / 2 - 1024;
+    const int32_t room = half >= base + each ? half : limits_.shared_bytes;
+    const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
+    return {warps, base + warps * each};
+  }
+
+  Status encode_group(const CodedCall& call) {
     return with_head_dim(head_dim(), [&](auto dim) {
       using Encode = EncodeCells<dim / kWarpLanes>;
-      const int32_t base = Encode::kCallBytes + kEncodeCtaBytes;
-      const int32_t each = encode_warp_bytes(dim, host_->format().max_length);
-      const int32_t half = limits_.shared_bytes / 2 - 1024;
-      const int32_t room = half >= base + each ? half : limits_.shared_bytes;
-      const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
+      const EncodeShape shape = encode_shape(Encode::kCallBytes + kEncodeCtaBytes);
       const int64_t items = int64_t{2} * call.group.cells * heads();
       const int32_t most_ctas = std::max(1, 2 * limits_.sms / call.works.num_layers);
-      const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1, most_ctas);
+      const int64_t ctas =
+          std::clamp<int64_t>((items + shape.warps - 1) / shape.warps, 1, most_ctas);
       const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(call.works.num_layers));
-      return launch(Encode{call, writes}, grid, base + warps * each, warps * kWarpLanes);
+      return launch(OfCall<Encode>{call}, grid, shape.bytes, shape.warps * kWarpLanes);
+    });
+  }
+
+  Status encode_entries(const CodedCall& call) {
+    return with_head_dim(head_dim(), [&](auto dim) {
+      using Encode = EncodeCells<dim / kWarpLanes>;
+      using Entries = EncodeEntries<dim / kWarpLanes>;
+      const EncodeShape shape =
+          encode_shape(Entries::kCallBytes + Encode::kCallBytes + kEncodeCtaBytes);
+      const int32_t base = Entries::kCallBytes + decode_bytes(call, 0);
+      const int32_t each = decode_bytes(call, 1) - decode_bytes(call, 0);
+      const int32_t decode_warps = std::clamp((shape.bytes - base) / each, 1, shape.warps);
+      const int32_t bytes = std::max(shape.bytes, base + decode_warps * each);
+      const int32_t ctas = std::min(2 * limits_.sms, call.group_cells / call.blocks);
+      return launch(Entries{call, decode_warps}, dim3(static_cast<uint32_t>(ctas)), bytes,
+                    shape.warps * kWarpLanes);
     });
   }
 

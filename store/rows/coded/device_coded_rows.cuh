@@ -54,17 +54,18 @@ struct DecodeRanges {
   __device__ void operator()(uint8_t* shared) const { decode_weighted_items(call, shared); }
 };
 
-// Counts blocks of the fixed layers of a slot that do not decode. CTAs {x, 2 * layers}.
+// Tells blocks of fixed layers of a slot that do not decode. CTAs {x, 2 * layers}.
 struct CheckBlocks {
   static constexpr int32_t kThreads = kDecodeWarps * kWarpLanes;
   CodedDevice device;
-  int32_t slot = 0;
-  const LayerTokens* counts = nullptr;  // [layers]
+  int32_t slot = 0, first_layer = 0;
+  const LayerTokens* counts = nullptr;  // [num_layers]
   WeightedDecode decode;                // but for component and book
-  int32_t* damaged = nullptr;
+  int32_t* fault = nullptr;             // the least import_fault()
 
   __device__ void operator()(uint8_t* shared) const {
-    const auto layer = static_cast<int32_t>(blockIdx.y / 2u), heads = device.heads();
+    const int32_t layer = first_layer + static_cast<int32_t>(blockIdx.y / 2u);
+    const int32_t heads = device.heads();
     WeightedDecode call = decode;
     call.component = static_cast<Component>(blockIdx.y % 2u);
     call.book = device.layers[layer].books[blockIdx.y % 2u];
@@ -76,7 +77,7 @@ struct CheckBlocks {
       return device.shape.tokens_of(i / heads, end);
     };
     const int32_t found = count_damaged(call, shared, block_count(end) * heads, block_of);
-    if (found > 0 && lane_index() == 0) atomicAdd(damaged, found);
+    if (found > 0 && lane_index() == 0) atomicMin(fault, import_fault(layer, ImportFault::kBody));
   }
 };
 
@@ -184,9 +185,10 @@ class DeviceCodedRows final : public PlannedCodedRows {
     return Status::ok();
   }
 
-  // Shared memory is for the largest block and table that there are, so that many warps fit.
-  Status check_imported(const std::vector<HostLayer>& imported,
-                        const LayerTokens* counts) override {
+  // Shared memory is for the largest block and table that there are, so that many warps fit. Later
+  // layers are on their way meanwhile, so what counts is how soon these are over.
+  Status check_imported(std::span<const HostLayer> imported, const LayerTokens* counts,
+                        int32_t* fault) override {
     WeightedDecode decode;
     decode.bytes = device_.view.pages.base;
     decode.size = device_.pool_bytes;
@@ -208,17 +210,14 @@ class DeviceCodedRows final : public PlannedCodedRows {
     if (blocks == 0) return Status::ok();
     decode.max_block_bytes =
         std::min(kMaxWeightedBlockBytes, static_cast<int32_t>(units) * kUnitBytes);
-    int32_t shared = 0, damaged = 0;
+    int32_t shared = 0;
     const int32_t warps = decode_warps(decode, &shared);
-    const CheckBlocks check = {device_, imported[0].slot, counts, decode, scratch_.left};
-    // Each table is loaded for four blocks a warp.
-    const dim3 grid(static_cast<uint32_t>((blocks * heads() + 4 * warps - 1) / (4 * warps)),
-                    static_cast<uint32_t>(2 * layers()));
-    if (Status s = upload(scratch_.left, &damaged, sizeof(damaged)); !s) return s;
-    if (Status s = launch(check, grid, shared, warps * kWarpLanes); !s) return s;
-    if (Status s = download(&damaged, scratch_.left, sizeof(damaged)); !s) return s;
-    return damaged == 0 ? Status::ok()
-                        : Status(StatusCode::kCorrupt, "body: blocks do not decode on the device");
+    const CheckBlocks check = {device_, imported[0].slot, imported[0].layer, counts, decode, fault};
+    const auto lines = static_cast<int32_t>(2 * imported.size());
+    const int32_t ctas =
+        most(1, least((blocks * heads() + warps - 1) / warps, limits_.sms / lines));
+    return launch(check, dim3(static_cast<uint32_t>(ctas), static_cast<uint32_t>(lines)), shared,
+                  warps * kWarpLanes);
   }
 
   // The tokens of less than a block fit into staging memory.

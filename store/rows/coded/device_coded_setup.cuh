@@ -151,7 +151,7 @@ class CodedMemory : public DeviceRowFormat {
     return Status::ok();
   }
 
-  Status upload_shared(const RowFormat& host, const std::vector<HostLayer>& imported) override {
+  Status upload_shared(const RowFormat& host, std::span<const HostLayer> imported) override {
     const auto& from = static_cast<const CodedRows&>(host);
     bool any_new = false;
     for (int32_t l = 0; l < layers(); ++l) {

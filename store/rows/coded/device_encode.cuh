@@ -7,24 +7,26 @@
 
 namespace tierkv::store {
 
-// blockIdx.y: layer of the call. writes: bytes to their places; else sizes.
+// blockIdx.y: layer of the call. Where the call writes, bytes to their places; else sizes.
 template <int32_t kPer>
-struct EncodeCells {
+struct EncodeCells : CallWork {
   static constexpr int32_t kThreads = kWeightedWarps * kWarpLanes;
   static constexpr int32_t kCtas = 2;
   static constexpr int32_t kCallBytes = (sizeof(WeightedEncode) + 15) / 16 * 16;
-  CodedCall call;
-  bool writes = false;
 
   __device__ void operator()(uint8_t* shared) const {
-    if (writes && (!call.works.has_pages() || *call.left == 0)) return;
-    if (cells_of_layer(call, static_cast<int32_t>(blockIdx.y)).count() == 0) return;
+    if (call.writes && (!call.works.has_pages() || *call.left == 0)) return;
+    encode(static_cast<int32_t>(blockIdx.y), shared, blockIdx.x, gridDim.x);
+  }
+  // What the group has of a layer, by CTA `block` of `blocks`.
+  __device__ void encode(int32_t layer, uint8_t* shared, uint32_t block, uint32_t blocks) const {
+    if (cells_of_layer(call, layer).count() == 0) return;
     auto* const encode = reinterpret_cast<WeightedEncode*>(shared);
-    if (threadIdx.x == 0) *encode = encode_call(static_cast<int32_t>(blockIdx.y));
+    if (threadIdx.x == 0) *encode = encode_call(layer);
     __syncthreads();
     // A layer that has no codebooks has no cells to encode.
     if (encode->books[0].codebook == nullptr) return;
-    encode_weighted_items<kPer>(*encode, shared + kCallBytes);
+    encode_weighted_items<kPer>(*encode, shared + kCallBytes, block, blocks);
   }
 
  private:
@@ -48,7 +50,7 @@ struct EncodeCells {
       e.books[c] = layer.books[c];
       e.places[c] = call.places[c];
     }
-    if (writes) e.bytes = call.device.view.pages.base;
+    if (call.writes) e.bytes = call.device.view.pages.base;
     e.size = call.device.pool_bytes;
     const int64_t first = status_of_layer(call, l);
     e.status = call.status + first;
@@ -62,9 +64,8 @@ struct EncodeCells {
 
 // Places of the layer become places of the pool, which the directories get; blocks that plan() left
 // over their tokens go there. A warp for a block and component.
-struct MoveBlocks {
+struct MoveBlocks : CallWork {
   static constexpr int32_t kThreads = 128;
-  CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
     if (!call.works.has_pages()) return;
@@ -82,7 +83,7 @@ struct MoveBlocks {
     }
   }
 
- private:
+  // By a warp.
   __device__ WeightedPlace resolve(int32_t i, const CellOf& cell) const {
     const PagesView& pages = call.device.view.pages;
     const auto units = static_cast<uint32_t>(call.device.shape.page_units);
@@ -100,6 +101,8 @@ struct MoveBlocks {
     }
     return place;
   }
+
+ private:
   __device__ bool is_kept(int32_t i, const CellOf& cell) const {
     if (!has_one_group(call)) return false;
     const int32_t l = cell.layer - call.works.first_layer;
@@ -110,7 +113,18 @@ struct MoveBlocks {
     const auto* const from =
         reinterpret_cast<const uint4*>(call.staged(static_cast<Component>(i % 2), i / 2));
     auto* const to = reinterpret_cast<uint4*>(call.device.view.pages.base) + place.unit;
-    for (uint32_t u = lane_index(); u < place.units; u += kWarpLanes) to[u] = from[u];
+    constexpr uint32_t kLoads = 8;  // in flight
+    for (uint32_t u = lane_index(); u < place.units; u += kLoads * kWarpLanes) {
+      uint4 x[kLoads];
+#pragma unroll
+      for (uint32_t n = 0; n < kLoads; ++n) {
+        if (u + n * kWarpLanes < place.units) x[n] = from[u + n * kWarpLanes];
+      }
+#pragma unroll
+      for (uint32_t n = 0; n < kLoads; ++n) {
+        if (u + n * kWarpLanes < place.units) to[u + n * kWarpLanes] = x[n];
+      }
+    }
   }
 };
 

@@ -145,7 +145,7 @@ struct PlaceBlocks {
     }
   };
 
-  // place_block() for a chunk. Returns where the thread's block goes.
+  // place_blocks() for a chunk. Returns where the thread's block goes.
   __device__ int32_t place_chunk(const Chunk& chunk, int32_t count, int32_t units) const {
     const int32_t page_units = call.device.shape.page_units, i = thread();
     chunk.add_up(units);
@@ -268,23 +268,25 @@ struct RelocateBlocks {
 };
 
 // Raw blocks out of staging memory: a CTA for a block and component.
-struct WriteRawBlocks {
+struct WriteRawBlocks : CallWork {
   static constexpr int32_t kThreads = 256;
-  CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
     if (!call.works.has_pages()) return;
     const int32_t items = cells_of_group(call) * call.heads() * 2;
     for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
          i += static_cast<int32_t>(gridDim.x)) {
-      const int32_t row = i / 2, kv_head = row % call.heads();
-      const CellOf cell = cell_of(call, row / call.heads());
-      if (!is_written(call, cell, EntryForm::kRaw)) continue;
-      const auto c = static_cast<Component>(i % 2);
-      const WeightedPlace place = call.places[i % 2][cell.cell * call.heads() + kv_head];
-      write(c, row, tokens_of(call, cell).count(),
-            call.device.view.pages.base + int64_t{place.unit} * kUnitBytes);
+      write(i);
     }
+  }
+  // By a CTA.
+  __device__ void write(int32_t i) const {
+    const int32_t row = i / 2, kv_head = row % call.heads();
+    const CellOf cell = cell_of(call, row / call.heads());
+    if (!is_written(call, cell, EntryForm::kRaw)) return;
+    const WeightedPlace place = call.places[i % 2][cell.cell * call.heads() + kv_head];
+    write(static_cast<Component>(i % 2), row, tokens_of(call, cell).count(),
+          call.device.view.pages.base + int64_t{place.unit} * kUnitBytes);
   }
 
  private:

@@ -18,19 +18,17 @@ TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Compone
   return *reinterpret_cast<const uint16_t*>(tiles + raw_tile_byte(head_dim, c, t, d));
 }
 
-// An element of a raw token that is no sink and not in the chunk.
-TKV_HD uint16_t token_element(const CodedCall& call, const CellOf& cell, Component c,
-                              int32_t kv_head, int32_t position, int32_t d) {
-  const EntryDraft& draft = call.entries[cell.entry];
-  if (position < draft.waited) {
+// Where an element of a raw token is that is no sink and not in the chunk.
+TKV_HD const uint8_t* token_element(const CodedCall& call, const CellOf& cell, Component c,
+                                    int32_t kv_head, int32_t position, int32_t d) {
+  if (position < call.entries[cell.entry].waited) {
     const int32_t t = position - call.device.shape.first_of(cell.block);
-    return raw_tile_element(old_block(call, cell, kv_head, c) + kBlockTokens, call.head_dim(), c, t,
-                            d);
+    return old_block(call, cell, kv_head, c) + kBlockTokens +
+           raw_tile_byte(call.head_dim(), c, t, d);
   }
   const RawLayout& raw = call.device.view.raw;
-  const uint8_t* row =
-      call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes;
-  return *reinterpret_cast<const uint16_t*>(row + raw.ring_byte(c, position, d));
+  return call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes +
+         raw.ring_byte(c, position, d);
 }
 
 // As RawTokens::importance().
@@ -82,9 +80,8 @@ __device__ inline LogMean added_mean(const CodedCall& call, const CellOf& cell, 
 // A CTA for a (cell, kv_head): elements of new tokens, G of those in raw blocks, the range that the
 // encoder takes, what the block adds to the row's mean. Reports elements of the chunk that fp16
 // does not hold.
-struct GatherTokens {
+struct GatherTokens : CallWork {
   static constexpr int32_t kThreads = 256;
-  CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
     if (is_loaded(call)) return;
@@ -94,8 +91,7 @@ struct GatherTokens {
       gather(i, cell_of(call, i / heads), i % heads);
     }
   }
-
- private:
+  // By a CTA.
   __device__ void gather(int32_t row, const CellOf& cell, int32_t kv_head) const {
     if (cell.entry < 0) return;
     const bool coded = is_written(call, cell, EntryForm::kCoded);
@@ -108,8 +104,20 @@ struct GatherTokens {
     int32_t largest = 0;
     for (const Component c : {Component::kKey, Component::kValue}) {
       uint16_t* const to = call.staged(c, row) + (first - at.first) * dims;
-      for (int32_t i = thread; i < (apart - first) * dims; i += threads) {
-        to[i] = token_element(call, cell, c, kv_head, first + i / dims, i % dims);
+      constexpr int32_t kLoads = 4;  // in flight
+      const int32_t held = (apart - first) * dims;
+      for (int32_t i = thread; i < held; i += kLoads * threads) {
+        uint16_t x[kLoads];
+#pragma unroll
+        for (int32_t n = 0; n < kLoads; ++n) {
+          const int32_t at = least(i + n * threads, held - 1);
+          x[n] = *reinterpret_cast<const uint16_t*>(
+              token_element(call, cell, c, kv_head, first + at / dims, at % dims));
+        }
+#pragma unroll
+        for (int32_t n = 0; n < kLoads; ++n) {
+          if (i + n * threads < held) to[i + n * threads] = x[n];
+        }
       }
       if (apart == at.end) continue;
       largest =
@@ -141,7 +149,11 @@ struct GatherTokens {
     }
     call.ranges[row] = range;
   }
-  __device__ int32_t heads() const { return call.heads(); }
+
+ private:
+  __device__ int32_t heads() const {
+    return call.heads();
+  }
 
   // Returns the largest magnitude of what the thread copied.
   __device__ int32_t copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
@@ -187,9 +199,8 @@ struct GatherTokens {
 
 // A warp for a (cell, kv_head): exponents of its new tokens, as CodedRows::decide(). GatherTokens
 // has left what each block adds to the row's mean.
-struct DecideExponents {
+struct DecideExponents : CallWork {
   static constexpr int32_t kThreads = 128;
-  CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
     if (is_loaded(call)) return;
@@ -198,8 +209,7 @@ struct DecideExponents {
       decide_cell(i / heads, i % heads);
     }
   }
-
- private:
+  // By a warp.
   __device__ void decide_cell(int32_t index, int32_t kv_head) const {
     const CellOf cell = cell_of(call, index);
     if (cell.entry < 0) return;
@@ -222,6 +232,7 @@ struct DecideExponents {
     call.rows[int64_t{cell.entry} * call.heads() + kv_head] = made;
   }
 
+ private:
   // Two tiles at once, half a warp each. `mean` is of the row's tokens before the block.
   __device__ void decide_block(int32_t index, const CellOf& cell, int32_t kv_head, bool is_coded,
                                LogMean mean) const {
@@ -252,21 +263,42 @@ struct DecideExponents {
 
 // The codes and exponents of the blocks of a group that are continued: a warp for a block of a
 // component. blockIdx.y: layer of the call and component.
-struct DecodeOldBlocks {
+struct DecodeOldBlocks : CallWork {
   static constexpr int32_t kThreads = 128;
-  CodedCall call;
-  int32_t max_block_bytes = 0;  // of a slice
 
   __device__ void operator()(uint8_t* shared) const {
     const auto layer = static_cast<int32_t>(blockIdx.y / 2);
     if (is_loaded(call) || cells_of_layer(call, layer).count() == 0) return;
     if (!continues_blocks(layer)) return;
+    decode(layer, static_cast<Component>(blockIdx.y % 2), shared, warp_of_grid(), warps_of_grid());
+  }
+  // What the group has of a layer: this warp takes every step-th block from `first` on. By a CTA.
+  __device__ void decode(int32_t layer, Component c, uint8_t* shared, int32_t first,
+                         int32_t step) const {
     auto* const decode = reinterpret_cast<WeightedDecode*>(shared);
-    if (threadIdx.x == 0) {
-      *decode = decode_call(call.works.first_layer + layer, static_cast<Component>(blockIdx.y % 2));
-    }
+    if (threadIdx.x == 0) *decode = decode_call(call.works.first_layer + layer, c);
     __syncthreads();
-    decode_blocks(*decode, layer, shared + kCallBytes);
+    if (decode->book.codebook == nullptr) return;
+    const auto region_bytes = static_cast<uint32_t>(weighted_region_bytes(*decode));
+    const uint32_t start = shared_address(shared + kCallBytes);
+    uint8_t* const region =
+        shared + kCallBytes + ((start + region_bytes - 1) / region_bytes * region_bytes - start);
+    auto* const book = reinterpret_cast<DecodeBook*>(region + region_bytes);
+    load_book(*decode, book, region);
+    const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
+    uint8_t* const mine =
+        region + region_bytes + kDecodeBookBytes + warp * weighted_decode_warp_bytes(*decode);
+    const WeightedDecodeWarp memory(*decode, {}, mine);
+    TableReader reader(book->codebook, region);
+    const int32_t heads = call.heads();
+    const Positions cells = cells_of_layer(call, layer);
+    for (int32_t i = first; i < cells.count() * heads; i += step) {
+      const int32_t row = cells.first * heads + i;
+      const CellOf cell = cell_of(call, row / heads);
+      if (is_written(call, cell, EntryForm::kCoded))
+        decode_block(*decode, row, cell, book->codebook, reader, memory);
+      __syncwarp();
+    }
   }
 
   static constexpr int32_t kCallBytes = (sizeof(WeightedDecode) + 15) / 16 * 16;
@@ -276,12 +308,12 @@ struct DecodeOldBlocks {
     d.rows.head_dim = call.head_dim();
     d.component = Component::kValue;
     d.book.max_length = max_length;
-    d.max_block_bytes = max_block_bytes;
+    d.max_block_bytes = kMaxWeightedBlockBytes;
     return d;
   }
-  TKV_HD static int32_t shared_bytes(const WeightedDecode& d) {
+  TKV_HD static int32_t shared_bytes(const WeightedDecode& d, int32_t warps) {
     return kCallBytes + 2 * weighted_region_bytes(d) + kDecodeBookBytes + 16 +
-           kThreads / kWarpLanes * weighted_decode_warp_bytes(d);
+           warps * weighted_decode_warp_bytes(d);
   }
 
  private:
@@ -302,31 +334,6 @@ struct DecodeOldBlocks {
     d.component = c;
     d.bytes = call.device.view.pages.base;
     return d;
-  }
-
-  __device__ void decode_blocks(const WeightedDecode& decode, int32_t layer,
-                                uint8_t* shared) const {
-    if (decode.book.codebook == nullptr) return;
-    const auto region_bytes = static_cast<uint32_t>(weighted_region_bytes(decode));
-    const uint32_t start = shared_address(shared);
-    uint8_t* const region =
-        shared + ((start + region_bytes - 1) / region_bytes * region_bytes - start);
-    auto* const book = reinterpret_cast<DecodeBook*>(region + region_bytes);
-    load_book(decode, book, region);
-    const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
-    uint8_t* const mine =
-        region + region_bytes + kDecodeBookBytes + warp * weighted_decode_warp_bytes(decode);
-    const WeightedDecodeWarp memory(decode, {}, mine);
-    TableReader reader(book->codebook, region);
-    const int32_t heads = call.heads();
-    const Positions cells = cells_of_layer(call, layer);
-    for (int32_t i = warp_of_grid(); i < cells.count() * heads; i += warps_of_grid()) {
-      const int32_t row = cells.first * heads + i;
-      const CellOf cell = cell_of(call, row / heads);
-      if (is_written(call, cell, EntryForm::kCoded))
-        decode_block(decode, row, cell, book->codebook, reader, memory);
-      __syncwarp();
-    }
   }
 
   __device__ void decode_block(const WeightedDecode& decode, int32_t row, const CellOf& cell,

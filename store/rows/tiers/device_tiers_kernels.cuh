@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of tiers in device memory: the bytes of TiersRows (tiers_rows.h).
 //
-// plan(): a warp a row, or 16 for a chunk, decide about what leaves. They write tiers into the map,
-// behind the body's end, where the map may say anything, and leave a draft and the tokens of each
-// side before every group of positions. write(): a warp a token, whose place follows from the
-// draft, the map and its group; chunks go by tiles (device_tiers_tiles.cuh). Bound: latency.
+// plan(): steps by a thread a row, chunks by 16 warps a row, which decide about what leaves. They
+// write tiers into the map, behind the body's end, where the map may say anything. Those of a step
+// are in the draft too; a chunk leaves the tokens of each side before every group of positions.
+// write(): of steps a warp a token, whose place follows from the draft; chunks go by tiles
+// (device_tiers_tiles.cuh). Bound: latency.
 #pragma once
 
 #include <cstdint>
@@ -24,16 +25,18 @@ struct SideTokens {
 
 // A row between plan() and write(): the positions [first, end) leave.
 struct alignas(16) TiersDraft {
-  TiersRow before, after;
   int32_t first = 0, end = 0;
-  int32_t unused[2] = {};
+  uint32_t tiers = 0;  // steps: those of positions from `first` on, 2 bits each
+  int32_t unused = 0;
+  TiersRow before, after;
 };
+static_assert(kMaxStepTokens <= kWordPositions);
 
 // Positions of a group: its part of a map is one word a lane.
 inline constexpr int32_t kGroupPositions = kWordPositions * 32;
 
-// What plan() leaves for write(). groups: the tokens of each side that leave before a group of
-// positions; a row has groups_of_row of them, the first being that of its first position.
+// What plan() leaves for write(). groups, of chunks: the tokens of each side that leave before a
+// group of positions; a row has groups_of_row of them, the first being that of its first position.
 struct TiersScratch {
   TiersDraft* drafts = nullptr;  // [entries * num_kv_heads]
   SideTokens* groups = nullptr;  // [entries * num_kv_heads, groups_of_row]
@@ -221,51 +224,43 @@ __device__ __forceinline__ SideTokens decide_group(const LeavingRow& row, Positi
 }
 
 // What the warps of a row tell each other, in shared memory.
-template <int32_t kWarps>
+inline constexpr int32_t kChunkPlanWarps = 16;
 struct RowSums {
-  LogMean means[kWarps];
-  SideTokens sides[kWarps];
+  LogMean means[kChunkPlanWarps];
+  SideTokens sides[kChunkPlanWarps];
 };
 
 // All warps of the row call this. Each takes one group at a time; they go on together.
-template <int32_t kWarps>
-__device__ __forceinline__ void decide_row(const LeavingRow& row, SideTokens* groups,
-                                           RowSums<kWarps>* sums, TiersRow* after) {
-  const int32_t warp = kWarps == 1 ? 0 : static_cast<int32_t>(threadIdx.x) / 32;
+__device__ __forceinline__ void decide_row(const LeavingRow& row, SideTokens* groups, RowSums* sums,
+                                           TiersRow* after) {
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t first_group = row.first / kGroupPositions;
   const int32_t end_group = (row.end - 1) / kGroupPositions + 1;
   LogMean mean = after->mean;
   SideTokens sides;
 #pragma unroll 1
-  for (int32_t turn = first_group; turn < end_group; turn += kWarps) {
+  for (int32_t turn = first_group; turn < end_group; turn += kChunkPlanWarps) {
     const int32_t group = turn + warp;
     const Positions range = row.of_group(group);
     LogMean before = mean;
-    if constexpr (kWarps > 1) {
-      const LogMean mine = mean_of_group(row, range);
-      if (lane_index() == 0) sums->means[warp] = mine;
-      __syncthreads();
-      for (int32_t w = 0; w < kWarps; ++w) {
-        const LogMean other = sums->means[w];
-        mean.add(other);
-        if (w < warp) before.add(other);
-      }
+    const LogMean mine = mean_of_group(row, range);
+    if (lane_index() == 0) sums->means[warp] = mine;
+    __syncthreads();
+    for (int32_t w = 0; w < kChunkPlanWarps; ++w) {
+      const LogMean other = sums->means[w];
+      mean.add(other);
+      if (w < warp) before.add(other);
     }
     const SideTokens added = decide_group(row, range, &before);
     SideTokens behind = sides;
-    if constexpr (kWarps > 1) {
-      if (lane_index() == 0) sums->sides[warp] = added;
-      __syncthreads();
-      for (int32_t w = 0; w < kWarps; ++w) {
-        const SideTokens other = sums->sides[w];
-        for (int32_t side = 0; side < 2; ++side) {
-          sides.of[side] += other.of[side];
-          if (w < warp) behind.of[side] += other.of[side];
-        }
+    if (lane_index() == 0) sums->sides[warp] = added;
+    __syncthreads();
+    for (int32_t w = 0; w < kChunkPlanWarps; ++w) {
+      const SideTokens other = sums->sides[w];
+      for (int32_t side = 0; side < 2; ++side) {
+        sides.of[side] += other.of[side];
+        if (w < warp) behind.of[side] += other.of[side];
       }
-    } else {
-      mean = before;
-      for (int32_t side = 0; side < 2; ++side) sides.of[side] += added.of[side];
     }
     if (lane_index() == 0 && group < end_group) groups[group - first_group] = behind;
   }
@@ -273,89 +268,115 @@ __device__ __forceinline__ void decide_row(const LeavingRow& row, SideTokens* gr
   after->mean = mean;
 }
 
-template <int32_t kWarps>
-__device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row,
-                                               RowSums<kWarps>* sums) {
+// By a thread: the tokens of a step, at most kWordPositions.
+__device__ __forceinline__ void decide_step(const LeavingRow& row, TiersDraft* draft) {
+  auto* word = reinterpret_cast<uint32_t*>(row.map) + row.first / kWordPositions;
+  uint32_t held = *word;
+  TiersRow& after = draft->after;
+#pragma unroll 1
+  for (int32_t p = row.first; p < row.end; ++p) {
+    const BodyTier tier = decide_tier(row.alphas, row.tokens.importance(p), p, &after);
+    after.tokens[kHighSide] += tier == BodyTier::kHigh ? 1 : 0;
+    after.tokens[kLowSide] += tier == BodyTier::kLow ? 1 : 0;
+    draft->tiers |= static_cast<uint32_t>(tier) << 2 * (p - row.first);
+  }
+  for (int32_t base = row.first & ~(kWordPositions - 1);;) {
+    const uint32_t mask = word_mask(row.first - base, row.end - base);
+    const uint32_t bits = base <= row.first ? draft->tiers << 2 * (row.first - base)
+                                            : draft->tiers >> 2 * (base - row.first);
+    *word = (held & ~mask) | (bits & mask);
+    base += kWordPositions;
+    if (base >= row.end) break;
+    held = *++word;
+  }
+}
+
+// Copies that a compiler would make byte by byte.
+template <class T>
+__device__ __forceinline__ T load_whole(const T* from) {
+  static_assert(sizeof(T) % sizeof(uint4) == 0 && alignof(T) >= sizeof(uint4));
+  uint4 words[sizeof(T) / sizeof(uint4)];
+#pragma unroll
+  for (size_t i = 0; i < sizeof(T) / sizeof(uint4); ++i) {
+    words[i] = reinterpret_cast<const uint4*>(from)[i];
+  }
+  T of;
+  memcpy(&of, words, sizeof(T));
+  return of;
+}
+
+// By a thread (sums is null) or a CTA.
+__device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row, RowSums* sums) {
   const int32_t entry = row / c.view.num_kv_heads;
   const LayerTokens from = c.works.from[entry], to = c.works.to[entry];
   const TiersPlace at = place_of(c, row);
   TiersDraft draft;
   draft.first = most(from.body_end, c.view.laws.sink_tokens);
   draft.end = most(draft.first, to.body_end);
-  const bool writes = kWarps == 1 ? lane_index() == 0 : threadIdx.x == 0;
+  const bool writes = sums == nullptr || threadIdx.x == 0;
   if (draft.first < draft.end) {
-    draft.before = draft.after = *at.state();
+    draft.before = draft.after = load_whole(at.state());
     const RowClass& row_class = at.of_class();
     const LeavingRow leaving = {device_tokens(c.view, c.works, entry, at.kv_head), row_class.alphas,
                                 at.map(), draft.first, draft.end};
-    decide_row(leaving, c.scratch.groups + int64_t{row} * c.scratch.groups_of_row, sums,
-               &draft.after);
+    if (sums == nullptr) {
+      decide_step(leaving, &draft);
+    } else {
+      decide_row(leaving, c.scratch.groups + int64_t{row} * c.scratch.groups_of_row, sums,
+                 &draft.after);
+    }
     if (writes) target_of(c, row) = units_of(row_class, draft.after);
   }
   if (writes) c.scratch.drafts[row] = draft;
 }
 
-// Steps: a warp a row.
+// Steps: a thread a row.
 __global__ void __launch_bounds__(kTiersThreads)
     plan_tiers_kernel(const __grid_constant__ TiersCall c) {
   wait_for_previous_kernel();
-  const int32_t row = warp_of_grid();
-  if (row < c.num_rows) plan_tiers_row<1>(c, row, nullptr);
+  const auto row = static_cast<int32_t>(blockIdx.x * kTiersThreads + threadIdx.x);
+  if (row < c.num_rows) plan_tiers_row(c, row, nullptr);
 }
 // Chunks: a CTA a row. Shared memory: a RowSums.
-inline constexpr int32_t kChunkPlanWarps = 16;
 __global__ void __launch_bounds__(32 * kChunkPlanWarps)
     plan_tiers_chunk_kernel(const __grid_constant__ TiersCall c) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   wait_for_previous_kernel();
-  plan_tiers_row<kChunkPlanWarps>(c, static_cast<int32_t>(blockIdx.x),
-                                  reinterpret_cast<RowSums<kChunkPlanWarps>*>(shared_bytes));
+  plan_tiers_row(c, static_cast<int32_t>(blockIdx.x), reinterpret_cast<RowSums*>(shared_bytes));
 }
 
-// A token that leaves, by a warp.
-struct LeavingToken {
-  int32_t row;
-  int32_t position;
-  BodyTier tier;  // kNoTier: the row has no such token
+// A raw token as it is there, each lane its dims, and what is taken off its key.
+struct RawToken {
+  uint16_t x[2][kLaneChunks][4];
+  LaneValues key_mean;
+  bool is_half;
 };
-__device__ __forceinline__ LeavingToken leaving_token(const TiersCall& c, const TiersPlace& at,
-                                                      int32_t row, int32_t index) {
-  const TiersDraft& draft = c.scratch.drafts[row];
-  const int32_t position = draft.first + index;
-  if (position >= draft.end) return {row, position, BodyTier::kNoTier};
-  return {row, position, tier_at(at.map(), position)};
-}
-
-__device__ __forceinline__ void load_raw_token(const DeviceTokens& tokens, Component component,
-                                               int32_t position, int32_t head_dim, LaneValues& x) {
+// All loads are in flight together.
+template <int32_t kDim>
+__device__ __forceinline__ void load_raw_token(const TiersCall& c, const TiersPlace& at,
+                                               int32_t entry, int32_t position, RawToken* token) {
+  const DeviceTokens tokens = device_tokens(c.view, c.works, entry, at.kv_head);
+  const bool is_held = position < tokens.held;
+  const int32_t in_ring = position % tokens.layout.ring_tokens;
+  const int64_t in_chunk = (position - tokens.held) * tokens.token_stride;
+  token->is_half = is_held || tokens.dtype == DType::kFloat16;
+  load_normal(at.key_mean(), kDim, token->key_mean);
 #pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
+  for (int32_t n = 0; n < 2 * kLaneChunks; ++n) {
+    const int32_t part = n / kLaneChunks, i = n % kLaneChunks;
+    const auto component = static_cast<Component>(part);
+    const bool is_there = has_chunk(i, kDim) && lane_dim(i) < kDim;
+    const uint8_t* const ring = tokens.raw + (part == 0 ? 0 : tokens.layout.value_ring) +
+                                raw_tile_byte(kDim, component, in_ring, lane_dim(i));
+    const uint16_t* const from = is_held
+                                     ? reinterpret_cast<const uint16_t*>(ring)
+                                     : (part == 0 ? tokens.k : tokens.v) + in_chunk + lane_dim(i);
 #pragma unroll
     for (int32_t j = 0; j < 4; ++j) {
-      x[i][j] = 0.0f;
-      if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
-      x[i][j] = half_to_float(tokens.half_at(component, position, lane_dim(i) + 8 * j));
+      const int32_t apart = is_held ? raw_tile_byte(kDim, component, 0, 8 * j) / 2 : 8 * j;
+      token->x[part][i][j] = is_there ? from[apart] : uint16_t{0};
     }
   }
-}
-
-// The codes of one component on a page of its side; the status in all lanes.
-__device__ __forceinline__ StatusCode encode_raw_token(const TiersCall& c, const TiersPlace& at,
-                                                       const LeavingToken& t, Component component,
-                                                       const PageRef& page, LaneSide* codes) {
-  const DeviceTokens tokens =
-      device_tokens(c.view, c.works, t.row / c.view.num_kv_heads, at.kv_head);
-  const int32_t head_dim = c.view.head_dim, part = static_cast<int32_t>(component);
-  LaneValues x[1];
-  load_raw_token(tokens, component, t.position, head_dim, x[0]);
-  if (at.has_basis()) {
-    if (component == Component::kKey) {
-      add_mean(at.key_mean(), -1.0f, head_dim, x[0]);
-    }
-    rotate(c.codes.rotation[part], head_dim, x[0]);
-  }
-  const StepRule rule = at.of_class().rule[side_of(t.tier)][part];
-  return worst_of_warp(encode_side(page, component, rule, x, codes));
 }
 
 // ---- write ----
@@ -369,11 +390,13 @@ __device__ __forceinline__ void clear_slots(const PageRef& page, int32_t first, 
   }
 }
 
-// Behind the last token of a side: the slots of its tile and the tiles of its page, where the call
-// began them.
+// Behind the last token of a side, the last of `written`: the slots of its tile, unless the token
+// opened it, and the tiles of its page, where the call began them.
 __device__ __forceinline__ void clear_behind(const PageRef& page, int32_t slot, int32_t written) {
   const int32_t in_tile = slot % kTileTokens;
-  if (in_tile < written) clear_slots(page, slot + 1, slot - in_tile + kTileTokens);
+  if (in_tile < written && written > 1) {
+    clear_slots(page, slot + 1, slot - in_tile + kTileTokens);
+  }
   if (slot >= written) return;
 #pragma unroll 1
   for (int32_t tile = slot / kTileTokens + 1; tile < page.layout->tiles(); ++tile) {
@@ -383,11 +406,25 @@ __device__ __forceinline__ void clear_behind(const PageRef& page, int32_t slot, 
 }
 
 // One component of a token into its slot. What a format cannot hold becomes 0 and a fault.
+template <int32_t kDim>
 __device__ __forceinline__ void write_tiers_part(const TiersCall& c, const TiersPlace& at,
-                                                 const LeavingToken& t, Component component,
+                                                 const RawToken& token, Component component,
                                                  const PageRef& page, int32_t slot) {
+  const bool is_key = component == Component::kKey;
+  const int32_t part = is_key ? 0 : 1;
+  LaneValues x[1];
+#pragma unroll
+  for (int32_t n = 0; n < 4 * kLaneChunks; ++n) {
+    const int32_t i = n / 4, j = n % 4;
+    const uint16_t raw = is_key ? token.x[0][i][j] : token.x[1][i][j];
+    const float y = half_to_float(token.is_half ? raw : float_to_half(bfloat16_to_float(raw)));
+    x[0][i][j] = is_key ? add_rn(y, -token.key_mean[i][j]) : y;
+  }
+  if (at.has_basis()) rotate(c.codes.rotation[part], kDim, x[0]);
+  const auto side = static_cast<int32_t>(page.layout - at.of_class().layout);
   LaneSide codes;
-  const StatusCode code = encode_raw_token(c, at, t, component, page, &codes);
+  const StatusCode code =
+      worst_of_warp(encode_side(page, component, at.of_class().rule[side][part], x, &codes));
   if (code != StatusCode::kOk) codes = {};
   store_whole_side(page, slot, component, codes);
   if (code != StatusCode::kOk && lane_index() == 0) {
@@ -395,35 +432,36 @@ __device__ __forceinline__ void write_tiers_part(const TiersCall& c, const Tiers
   }
 }
 
-__device__ __forceinline__ void write_tiers_token(const TiersCall& c, const TiersPlace& at,
-                                                  const LeavingToken& t) {
-  const TiersDraft& draft = c.scratch.drafts[t.row];
-  const int32_t side = side_of(t.tier), before = draft.before.tokens[side];
-  const SideTokens* groups = c.scratch.groups + int64_t{t.row} * c.scratch.groups_of_row;
-  const int32_t index = before + rank_of(at.map(), groups, draft.first, t.position, side);
-  const PageRef page = at.page(side, index);
-  const int32_t slot = index % page.layout->tokens;
-#pragma unroll 1
-  for (int32_t part = 0; part < 2; ++part) {
-    write_tiers_part(c, at, t, static_cast<Component>(part), page, slot);
-  }
-  if (index + 1 == draft.after.tokens[side]) clear_behind(page, slot, index + 1 - before);
-}
-
-// Grid of warps: most_leaving tokens of every row. Their loads depend on each other, so many warps
-// are better than registers for all they hold.
+// Grid of warps: most_leaving tokens of every row.
+template <int32_t kDim>
 __global__ void __launch_bounds__(kTiersThreads, 8)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
   wait_for_previous_kernel();
   const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
   if (row >= c.num_rows || !c.works.has_pages()) return;
   const TiersPlace at = place_of(c, row);
-  const LeavingToken t = leaving_token(c, at, row, warp - row * c.works.most_leaving);
-  if (t.tier == BodyTier::kNoTier) return;
-  if (t.position == c.scratch.drafts[row].first && lane_index() == 0) {
-    *at.state() = c.scratch.drafts[row].after;
+  const TiersDraft draft = load_whole(c.scratch.drafts + row);
+  const int32_t i = warp - row * c.works.most_leaving, position = draft.first + i;
+  if (position >= draft.end) return;
+  if (i == 0 && lane_index() == 0) *at.state() = draft.after;
+  const auto tier = static_cast<BodyTier>(draft.tiers >> 2 * i & 3u);
+  if (!is_kept(tier)) return;
+  const int32_t side = side_of(tier);
+  const int32_t before =
+      side == kLowSide ? draft.before.tokens[kLowSide] : draft.before.tokens[kHighSide];
+  const int32_t after =
+      side == kLowSide ? draft.after.tokens[kLowSide] : draft.after.tokens[kHighSide];
+  const int32_t index = before + __popc(positions_of(draft.tiers, tier) & word_mask(0, i));
+  RawToken token;
+  load_raw_token<kDim>(c, at, row / c.view.num_kv_heads, position, &token);
+  const PageRef page = at.page(side, index);
+  const int32_t slot = index % page.layout->tokens;
+  if (after == before + 1) open_token_slot(page, slot);
+#pragma unroll
+  for (int32_t part = 0; part < 2; ++part) {
+    write_tiers_part<kDim>(c, at, token, static_cast<Component>(part), page, slot);
   }
-  if (is_kept(t.tier)) write_tiers_token(c, at, t);
+  if (index + 1 == after) clear_behind(page, slot, after - before);
 }
 
 }  // namespace tierkv::store

@@ -46,14 +46,14 @@ __global__ void __launch_bounds__(kTiersThreads)
   }
 }
 
-// Slots behind the last tokens of a sequence that came in; a warp a row.
+// Slots behind the last tokens of layers that came in; a warp a row.
 __global__ void __launch_bounds__(kTiersThreads)
     clear_behind_kernel(const __grid_constant__ DeviceStoreView view,
-                        const __grid_constant__ TiersCodes codes, int32_t slot) {
+                        const __grid_constant__ TiersCodes codes, int32_t slot, Positions layers) {
   wait_for_previous_kernel();
-  const int32_t row = warp_of_grid(), layer = row / view.num_kv_heads;
-  if (layer >= view.num_layers) return;
-  const TiersPlace at(view, codes, slot, layer, row - layer * view.num_kv_heads);
+  const int32_t row = warp_of_grid(), layer = layers.first + row / view.num_kv_heads;
+  if (layer >= layers.end) return;
+  const TiersPlace at(view, codes, slot, layer, row % view.num_kv_heads);
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
     clear_rest(at, side, at.state()->tokens[side], kTileTokens);

@@ -31,7 +31,8 @@ class DeviceTiersRows final : public DeviceRowFormat {
     return attention_.attend(call, codes_, stream_);
   }
   Status read(const DeviceRead& call) override;
-  Status check_imported(const std::vector<HostLayer>& layers, const LayerTokens* counts) override;
+  Status check_imported(std::span<const HostLayer> layers, const LayerTokens* counts,
+                        int32_t* fault) override;
 
   // Bodies are cut at any token, so that nothing goes back to the ring.
   Status restore(const LayerMove&, Positions) override {
@@ -130,22 +131,21 @@ Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& co
     return Status(StatusCode::kInvalidArgument, "a chunk of several layers at once");
   }
   if (works.most_leaving <= kMaxStepTokens) {
-    return launch(plan_tiers_kernel, rows, call, "plan of tiers");
+    return launch(plan_tiers_kernel, (rows + 31) / 32, call, "plan of tiers");
   }
   return launch_after_previous(plan_tiers_chunk_kernel, static_cast<uint32_t>(rows),
-                               32 * kChunkPlanWarps, sizeof(RowSums<kChunkPlanWarps>), stream_,
-                               call)
+                               32 * kChunkPlanWarps, sizeof(RowSums), stream_, call)
       .with_context("plan of tiers");
 }
 
 Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
   if (works.most_leaving == 0) return Status::ok();
   const TiersCall call = call_of(works);
-  if (works.most_leaving <= kMaxStepTokens) {
-    return launch(write_tiers_kernel, rows_of(works) * works.most_leaving, call, "tiers");
-  }
-  const int64_t warps = int64_t{2} * call.num_rows * most_tiles(works.most_leaving);
+  const bool is_step = works.most_leaving <= kMaxStepTokens;
+  const int64_t warps =
+      call.num_rows * (is_step ? works.most_leaving : int64_t{2} * most_tiles(works.most_leaving));
   return with_head_dim(config_.layout.head_dim, [&](auto dim) {
+    if (is_step) return launch(write_tiers_kernel<dim>, warps, call, "tiers");
     return launch(write_tiers_tiles_kernel<dim>, warps, call, "tiles of tiers",
                   kTiersWarps * kTiersTileBytes<dim>);
   });
@@ -161,10 +161,12 @@ Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
   return launch(cut_tiers_kernel<true>, rows_of(works), call_of(works), "cut of tiers");
 }
 
-Status DeviceTiersRows::check_imported(const std::vector<HostLayer>& layers, const LayerTokens*) {
-  const int64_t rows = int64_t{config_.layout.num_layers} * config_.layout.num_kv_heads;
+Status DeviceTiersRows::check_imported(std::span<const HostLayer> layers, const LayerTokens*,
+                                       int32_t*) {
+  const auto rows = static_cast<int64_t>(layers.size()) * config_.layout.num_kv_heads;
+  const Positions of_slot = {layers.front().layer, layers.back().layer + 1};
   return launch_after_previous(clear_behind_kernel, ctas_of(rows), kTiersThreads, 0, stream_, view_,
-                               codes_, layers[0].slot)
+                               codes_, layers[0].slot, of_slot)
       .with_context("tiers that came in");
 }
 

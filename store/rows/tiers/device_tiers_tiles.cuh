@@ -147,11 +147,12 @@ __device__ __forceinline__ void write_tiers_tile(const TiersCall& c, const Tiers
   const int32_t tokens = page.layout->tokens;
   const bool is_begun = t.first % kTileTokens == 0;
   if (!is_begun || !write_whole_tile<kDim>(c, at, t, part, page, positions, shared)) {
-    const BodyTier tier = t.side == kLowSide ? BodyTier::kLow : BodyTier::kHigh;
     __syncwarp();
 #pragma unroll 1
     for (int32_t i = t.first; i < t.end; ++i) {
-      write_tiers_part(c, at, {t.row, positions[i - t.first], tier}, part, page, i % tokens);
+      RawToken token;
+      load_raw_token<kDim>(c, at, t.row / c.view.num_kv_heads, positions[i - t.first], &token);
+      write_tiers_part<kDim>(c, at, token, part, page, i % tokens);
     }
   }
   const TiersDraft& draft = c.scratch.drafts[t.row];

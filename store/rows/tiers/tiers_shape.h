@@ -39,6 +39,7 @@ TKV_HD constexpr int32_t page_units(int32_t tokens, int32_t tokens_per_page) {
 struct alignas(16) TiersRow {
   int32_t tokens[2] = {0, 0};  // by side
   LogMean mean;                // of importances that queries gave which were counted
+  int64_t unused = 0;
 };
 static_assert(sizeof(TiersRow) == 32, "a multiple of 16");
 
