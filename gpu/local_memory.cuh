@@ -11,9 +11,10 @@ struct LocalMemory {
   uint4 words[kCount];
 
   __device__ __forceinline__ void store(int i, const uint4& x) {
-    asm volatile("st.local.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_local(words + i)),
-                 "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                 : "memory");
+    asm volatile(
+        "st.local.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_local(words + i)),
+        "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+        : "memory");
   }
   __device__ __forceinline__ uint4 load(int i) const {
     uint4 x;
