@@ -20,21 +20,6 @@ constexpr int32_t kVersion = 2;
 constexpr const char* kPairings[] = {"none", "halves", "neighbours"};  // by RopePairing
 constexpr const char* kInvFreq = "rope_inv_freq";
 
-struct VectorField {
-  const char* name;
-  std::vector<float> RowProfile::*field;
-  bool matrix, optional;
-};
-constexpr VectorField kVectors[] = {
-    {"key_mean", &RowProfile::key_mean, false, false},
-    {"value_mean", &RowProfile::value_mean, false, false},
-    {"key_mean_before_rope", &RowProfile::key_mean_before_rope, false, true},
-    {"query_energy", &RowProfile::query_energy, false, true},
-    {"key_forward", &RowProfile::key_forward, true, true},
-    {"key_inverse", &RowProfile::key_inverse, true, true},
-    {"value_forward", &RowProfile::value_forward, true, true},
-    {"value_inverse", &RowProfile::value_inverse, true, true}};
-
 struct ScalarField {
   const char* name;
   double RowProfile::*field;
@@ -140,7 +125,7 @@ bool write_all(const Handle& file, const Profile& p, const std::function<void()>
   ArrayWriter arrays(file.id(), between);
   if (!write_attributes(root.id(), p) || !write_rope(root.id(), p, &arrays)) return false;
   const auto rows = static_cast<int64_t>(p.rows.size());
-  for (const VectorField& f : kVectors) {
+  for (const ProfileField& f : kProfileFields) {
     if ((p.rows[0].*f.field).empty()) continue;
     std::vector<float> all;
     for (const RowProfile& r : p.rows)
@@ -292,7 +277,7 @@ Status read_rows(hid_t file, Profile* p) {
   const int64_t rows = static_cast<int64_t>(p->num_layers) * p->num_kv_heads;
   const bool matrices = exists(file, "key_forward");
   bool sized = false;
-  for (const VectorField& f : kVectors) {
+  for (const ProfileField& f : kProfileFields) {
     if (f.optional && !exists(file, f.name)) continue;
     std::vector<int64_t> shape = {rows, p->head_dim};
     if (f.matrix) shape.push_back(p->head_dim);

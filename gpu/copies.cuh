@@ -167,10 +167,6 @@ __device__ __forceinline__ void wait_copies() {
 
 // A thread's copies in groups: wait_copies<n>() returns when all but the newest n groups of this
 // thread have arrived.
-__device__ __forceinline__ void start_copy_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
-               : "memory");
-}
 __device__ __forceinline__ void close_copy_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -20,6 +20,10 @@ namespace tierkv {
 __device__ __forceinline__ int32_t lane_index() {
   return static_cast<int32_t>(threadIdx.x % 32u);
 }
+// In a grid of one dimension, of CTAs of whole warps.
+__device__ __forceinline__ int32_t warp_of_grid() {
+  return static_cast<int32_t>((blockIdx.x * blockDim.x + threadIdx.x) / 32u);
+}
 
 // The greatest of several failures is reported.
 __device__ __forceinline__ StatusCode greater(StatusCode a, StatusCode b) {

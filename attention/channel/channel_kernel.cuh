@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of attention over channel blocks, of a cache as ChannelWarp takes it: a CTA for an
 // item of a row and a group of passes, then a warp for 128 dims of a query column whose parts it
-// joins.
+// joins. Their launches.
 #pragma once
 
 #include "attention/channel/channel_plan.h"
@@ -11,6 +11,7 @@
 #include "attention/core/query_unit.h"
 #include "codec/format/head_dim.h"
 #include "gpu/lanes.cuh"
+#include "gpu/launch.cuh"
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
 
@@ -338,6 +339,23 @@ inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
   sum.join({state, state, from, from, all_columns, all_columns * p.head_dim, p.splits});
   sum.write({p.out + place * p.head_dim + dim,
              p.lse == nullptr || dim != 0 ? nullptr : p.lse + place, p.is_bfloat16, -INFINITY});
+}
+
+// num_items > 0; joins: rows may have several.
+template <class Cache>
+Status launch_channel(const ChannelLaunch<Cache>& p, int32_t num_items, bool joins,
+                      GpuStream stream) {
+  const int32_t head_dim = p.cache.layout.head_dim();
+  const auto ctas = static_cast<uint32_t>(num_items) * static_cast<uint32_t>(p.ctas.groups);
+  const int32_t bytes = channel_cta_bytes(head_dim, p.ctas.passes);
+  const Status s = launch_after_previous(channel_kernel<Cache>(p.cache.layout), ctas,
+                                         32 * p.ctas.warps, bytes, stream, p);
+  if (!s || !joins) return s;
+  const int64_t tasks =
+      int64_t{p.num_rows} * p.ctas.all_columns() * slices_of(head_dim, kChannelJoinDims);
+  const auto join_ctas = static_cast<uint32_t>((tasks + kChannelJoinWarps - 1) / kChannelJoinWarps);
+  return launch_after_previous(join_channel_kernel, join_ctas, 32 * kChannelJoinWarps, 0, stream,
+                               channel_join(p));
 }
 
 }  // namespace tierkv

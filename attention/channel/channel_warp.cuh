@@ -200,12 +200,6 @@ class ChannelWarp {
     return static_cast<int32_t>(threadIdx.x % 32);
   }
 
-  __device__ __forceinline__ static uint32_t multiply_pairs(uint32_t x, uint32_t y) {
-    const __half2 z =
-        __hmul2(*reinterpret_cast<const __half2*>(&x), *reinterpret_cast<const __half2*>(&y));
-    return *reinterpret_cast<const uint32_t*>(&z);
-  }
-
   // What a lane holds of a step, and of its block's channels the 16 bytes of dim blocks
   // lane / 4, lane / 4 + 8, ..
   struct Words {
@@ -267,7 +261,7 @@ class ChannelWarp {
                                            : 1.0f / static_cast<float>(1 << -exponent);
         const uint32_t units = saturate_halves(multiply_halves(scales[half], factor));
         const uint32_t query = query_[64 * f + 32 * half + lane()];
-        scaled[f][half] = saturate_halves(multiply_pairs(units, query));
+        scaled[f][half] = saturate_halves(multiply_halves(units, query));
       }
     }
 #pragma unroll

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Joining two finished partial results (merge_attention() of tierkv/attention.h): what host and
-// device share.
+// Joining two finished partial results (merge_attention() of tierkv/attention.h), or a result and
+// learned sinks, which are parts without values (apply_sinks()): what host and device share.
 #pragma once
 
 #include "attention/core/online_softmax.h"
@@ -25,8 +25,13 @@ TKV_HD float merge_value(const MergedRow& row, float a, float b) {
   return (row.a == 0.0f ? 0.0f : row.a * a) + (row.b == 0.0f ? 0.0f : row.b * b);
 }
 
-Status validate_merge(const MergeCall& call);
-// A learned sink (apply_sinks()) is a part without a value: merge_row() with it joins them.
-Status validate_sinks(const SinkCall& call);
+// A validated call as a merge. Of sinks b has no output, and its lse are those of a row's heads.
+struct PartsMerge {
+  MergeCall call;
+  int32_t heads = 0;  // that have sinks; 0: b has an lse for every row
+};
+// kInvalidArgument, kUnsupported with the field's name.
+Result<PartsMerge> parts_merge(const MergeCall& call);
+Result<PartsMerge> parts_merge(const SinkCall& call);
 
 }  // namespace tierkv

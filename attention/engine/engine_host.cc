@@ -6,14 +6,9 @@
 #include "attention/core/reference.h"
 #include "attention/engine/engine.h"
 #include "codec/format/element.h"
-#include "tierkv/basis.h"
 
 namespace tierkv {
 namespace {
-
-Basis rotation_basis(const Rotation& rotation, int32_t head_dim) {
-  return rotation.is_on ? Basis::hadamard(head_dim) : Basis::none(head_dim);
-}
 
 struct HostTable {
   std::vector<SideCounts> tokens;

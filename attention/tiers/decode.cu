@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/tiers/decode.h"
 
+#include "attention/tiers/shared_rows.cuh"
 #include "codec/format/head_dim.h"
 #include "gpu/launch.cuh"
 
@@ -15,7 +16,7 @@ DecodeKernelOf<kClasses> kernel_of(int32_t head_dim, const DecodeChoice& choice)
 
 Status no_kernel(int32_t head_dim) {
   return Status(StatusCode::kUnsupported,
-                "no decode kernel for head_dim " + std::to_string(head_dim));
+                "no attention kernel for head_dim " + std::to_string(head_dim));
 }
 
 }  // namespace
@@ -48,6 +49,12 @@ Status launch_decode(const DecodeParamsOf<kClasses>& params, int32_t head_dim, i
   const int32_t bytes =
       decode_shared(head_dim, params.columns.of_row, params.slot_bytes, params.slots, warps).bytes;
   return launch_after_previous(kernel, num_ctas, warps * 32, bytes, stream, params);
+}
+
+Status launch_shared_rows(const SharedRowsParams& params, int32_t head_dim, GpuStream stream) {
+  const SharedRowsLaunch launch = shared_rows_launch(params, head_dim);
+  if (launch.kernel == nullptr) return no_kernel(head_dim);
+  return launch_after_previous(launch.kernel, launch.ctas, kSharedRowsThreads, 0, stream, params);
 }
 
 template Status prepare_decode<1>(const DecodeSetup&);

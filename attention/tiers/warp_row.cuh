@@ -3,14 +3,13 @@
 // output at the end.
 #pragma once
 
+#include "attention/core/query_unit.h"
 #include "attention/tiers/warp_attention.cuh"
 #include "gpu/lanes.cuh"
 #include "gpu/math.cuh"
 #include "gpu/mma.cuh"
 
 namespace tierkv {
-
-inline constexpr int32_t kMostQueryShift = 96;  // keeps every unit inside fp32
 
 // The queries of raw keys are as they were fetched, and so are those of a row without a type yet.
 __device__ __forceinline__ bool takes_fetched_query(CodeType keys) {
@@ -98,10 +97,7 @@ __device__ __forceinline__ float WarpAttention<kHeadDim, kColumnBlocks, kMode>::
   for (int32_t i = 1; i < 32; i *= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, i));
   }
-  const int32_t exponent = static_cast<int32_t>(float_bits(largest) >> 23) - 127 - 14;
-  return power_of_two(exponent < -kMostQueryShift  ? -kMostQueryShift
-                      : exponent > kMostQueryShift ? kMostQueryShift
-                                                   : exponent);
+  return tierkv::query_unit(largest, 14, 14);
 }
 
 // bfloat16 queries as they are, for raw keys, or as fp16 times a power of two, for codes. Before

@@ -46,7 +46,7 @@ TKV_HD constexpr CodeType value_type(int32_t format) {
   return CodeType(format & 0xffff);
 }
 
-// One tier of every row of a launch. Small, as all of AttentionRows, because parameters are fetched
+// One tier of every row of a launch. Small, as all of RowsOf, because parameters are fetched
 // anew by every launch, a line at a time, and the beginning of the kernels waits for them.
 struct TierSource {
   const int32_t* slots = nullptr;   // of page 0 of table row 0
@@ -100,8 +100,6 @@ struct RowsOf : LayerClasses<kClasses> {
   int32_t num_table_sequences = 0;
   int32_t rows_per_sequence = 1;  // of the page table: num_layers * num_kv_heads
 };
-using AttentionRows = RowsOf<1>;
-using ClassRows = RowsOf<kMaxAttentionClasses>;
 
 // Tokens of one row by tier, as the plan and the kernel see them.
 struct RowTokens {

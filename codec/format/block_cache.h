@@ -18,6 +18,7 @@
 
 #include "codec/format/page_layout.h"
 #include "codec/format/rotation.h"
+#include "tierkv/basis.h"
 #include "tierkv/engine.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
@@ -72,6 +73,8 @@ struct BlockDecode : EngineRanges {
   Status validate() const;
 };
 
+// The fixed rotation as a basis.
+Basis rotation_basis(const Rotation& rotation, int32_t head_dim);
 // Host memory. The bytes and values of the kernels.
 Status encode_slots_host(const SlotEncode& e);
 Status decode_blocks_host(const BlockDecode& d);

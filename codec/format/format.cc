@@ -2,6 +2,7 @@
 #include "tierkv/format.h"
 
 #include <cmath>
+#include <iterator>
 
 #include "codec/format/errors.h"
 #include "tierkv/layout.h"
@@ -10,53 +11,20 @@
 
 namespace tierkv {
 
-const char* status_name(StatusCode code) {
-  switch (code) {
-    case StatusCode::kOk:
-      return "ok";
-    case StatusCode::kInvalidArgument:
-      return "invalid_argument";
-    case StatusCode::kUnsupported:
-      return "unsupported";
-    case StatusCode::kNonFinite:
-      return "non_finite";
-    case StatusCode::kOutOfRange:
-      return "out_of_range";
-    case StatusCode::kOutOfPages:
-      return "out_of_pages";
-    case StatusCode::kCorrupt:
-      return "corrupt";
-    case StatusCode::kBufferTooSmall:
-      return "buffer_too_small";
-    case StatusCode::kStaleSequence:
-      return "stale_sequence";
-    case StatusCode::kNotFound:
-      return "not_found";
-    case StatusCode::kIo:
-      return "io";
-    case StatusCode::kCuda:
-      return "cuda";
-    case StatusCode::kVersion:
-      return "version";
-    case StatusCode::kOutOfMemory:
-      return "out_of_memory";
-  }
-  return "unknown";
-}
-
-const char* dtype_name(DType t) {
-  switch (t) {
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat32:
-      return "float32";
-  }
-  return "unknown";
-}
-
 namespace {
+
+constexpr const char* kStatusNames[] = {  // by StatusCode
+    "ok",      "invalid_argument", "unsupported",    "non_finite", "out_of_range", "out_of_pages",
+    "corrupt", "buffer_too_small", "stale_sequence", "not_found",  "io",           "cuda",
+    "version", "out_of_memory"};
+static_assert(std::size(kStatusNames) == static_cast<size_t>(StatusCode::kOutOfMemory) + 1);
+constexpr const char* kDTypeNames[] = {"float16", "bfloat16", "float32"};  // by DType
+
+template <class Enum, size_t kCount>
+const char* name_in(const char* const (&names)[kCount], Enum value) {
+  const auto i = static_cast<size_t>(value);
+  return i < kCount ? names[i] : "unknown";
+}
 
 bool has_width(CodeType type) {
   const int32_t bits = type.bits();
@@ -64,6 +32,13 @@ bool has_width(CodeType type) {
 }
 
 }  // namespace
+
+const char* status_name(StatusCode code) {
+  return name_in(kStatusNames, code);
+}
+const char* dtype_name(DType type) {
+  return name_in(kDTypeNames, type);
+}
 
 Status ComponentFormat::validate(int32_t head_dim) const {
   if (group < 0) return invalid("group is negative");
@@ -149,24 +124,13 @@ Result<TierFormat> parse_tier_format(std::string_view name) {
 }
 
 std::string to_string(const ComponentFormat& f) {
-  std::string s;
-  switch (f.step_rule) {
-    case StepRule::kMinMax:
-      s = f.is_raw() ? "raw" : std::to_string(f.type.bits()) + " bits";
-      break;
-    case StepRule::kRelative:
-      s = "relative step " + std::to_string(f.step);
-      break;
-    case StepRule::kAbsolute:
-      s = "absolute step " + std::to_string(f.step);
-      break;
-    case StepRule::kWeighted:
-      s = "weighted step " + std::to_string(f.step);
-      break;
-    case StepRule::kNorm:
-      s = std::to_string(f.type.bits()) + " bits clipped at the norm";
-      break;
-  }
+  const std::string bits = std::to_string(f.type.bits()) + " bits";
+  const std::string step = " step " + std::to_string(f.step);
+  std::string s = f.step_rule == StepRule::kMinMax     ? (f.is_raw() ? "raw" : bits)
+                  : f.step_rule == StepRule::kNorm     ? bits + " clipped at the norm"
+                  : f.step_rule == StepRule::kRelative ? "relative" + step
+                  : f.step_rule == StepRule::kAbsolute ? "absolute" + step
+                                                       : "weighted" + step;
   static constexpr const char* kUnits[] = {"token", "channel", "block", "global"};
   if (!f.is_raw()) s += std::string(" per ") + kUnits[static_cast<int>(f.unit)];
   if (f.group > 0) s += " in groups of " + std::to_string(f.group);

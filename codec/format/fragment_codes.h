@@ -33,9 +33,6 @@ TKV_HD constexpr int32_t fragment_token(Component c, int32_t lane, int32_t th, i
 TKV_HD constexpr int32_t fragment_dim(Component c, int32_t lane, int32_t dh, int32_t par) {
   return (c == Component::kKey ? 2 * (lane % 4) + par : lane / 4) + 8 * dh;
 }
-TKV_HD constexpr int32_t fragment_register(Component c, int32_t th, int32_t dh) {
-  return c == Component::kKey ? th + 2 * dh : dh + 2 * th;
-}
 
 // The stored parameters of a group, ready for many values.
 struct alignas(16) CodeMaker {

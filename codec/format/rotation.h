@@ -34,6 +34,12 @@ Rotation hadamard_rotation(int32_t head_dim);
 TKV_HD constexpr int32_t hadamard_size(int32_t head_dim, int32_t d) {
   return head_dim == 96 ? (d < 64 ? 64 : 32) : head_dim;
 }
+// A step of the transform for two channels.
+TKV_HD void hadamard_pair(float& a, float& b) {
+  const float sum = add_rn(a, b);
+  b = add_rn(a, -b);
+  a = sum;
+}
 TKV_HD float hadamard_scale(int32_t size) {
   return div_rn(1.0f, sqrt_rn(static_cast<float>(size)));
 }

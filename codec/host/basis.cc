@@ -23,11 +23,7 @@ uint64_t splitmix64(uint64_t* state) {
 void walsh_hadamard(float* x, int32_t n) {
   for (int32_t half = 1; half < n; half *= 2) {
     for (int32_t i = 0; i < n; i += 2 * half) {
-      for (int32_t j = i; j < i + half; ++j) {
-        const float a = x[j], b = x[j + half];
-        x[j] = a + b;
-        x[j + half] = a - b;
-      }
+      for (int32_t j = i; j < i + half; ++j) hadamard_pair(x[j], x[j + half]);
     }
   }
 }

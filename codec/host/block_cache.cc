@@ -10,7 +10,6 @@
 #include "codec/format/element.h"
 #include "codec/host/page_codec.h"
 #include "codec/host/page_codec_checks.h"
-#include "tierkv/basis.h"
 
 namespace tierkv {
 namespace {
@@ -28,17 +27,6 @@ void count_error(int32_t* errors, EngineError error) {
 // The normal of a component's reflection; null: none.
 const float* normal_of(const BlockCache& c, Component component, int32_t kv_head) {
   return component == Component::kKey ? c.reflection_of(kv_head) : nullptr;
-}
-
-Basis basis_of(const BlockCache& c) {
-  Basis basis = Basis::none(c.layout.head_dim());
-  if (c.rotation.is_on) {
-    basis.kind = BasisKind::kHadamard;
-    for (int32_t d = 0; d < basis.head_dim; ++d) {
-      basis.signs.push_back(c.rotation.with_sign(d, 1.0f));
-    }
-  }
-  return basis;
 }
 
 double length(const std::vector<double>& x) {
@@ -76,7 +64,7 @@ void write_token(const SlotEncode& e, int64_t token, int32_t kv_head) {
       x[d] = load_element(is_key ? e.k : e.v, e.dtype,
                           token * strides.token + kv_head * strides.head + d);
     }
-    basis_of(c).apply(x, 1);
+    rotation_basis(c.rotation, c.layout.head_dim()).apply(x, 1);
     reflect(normal_of(c, part, kv_head), c.layout.head_dim(), x);
     worst = std::max(worst, quantize_side(page, part, x, &codes.of(part)));
   }
@@ -87,6 +75,10 @@ void write_token(const SlotEncode& e, int64_t token, int32_t kv_head) {
 }
 
 }  // namespace
+
+Basis rotation_basis(const Rotation& rotation, int32_t head_dim) {
+  return rotation.is_on ? Basis::hadamard(head_dim) : Basis::none(head_dim);
+}
 
 Rotation hadamard_rotation(int32_t head_dim) {
   Rotation r;
@@ -235,7 +227,7 @@ Status decode_blocks_host(const BlockDecode& d) {
           if (!is_stray) {
             dequantize_side(page_of(c, block, h), part, codes.of(part), x);
             reflect(normal_of(c, part, h), dim, x);
-            basis_of(c).undo(x, 1);
+            rotation_basis(c.rotation, c.layout.head_dim()).undo(x, 1);
           }
           for (int32_t at = 0; at < dim; ++at) {
             store_element(to, d.dtype, (row * c.num_kv_heads + h) * dim + at, x[at]);

@@ -23,25 +23,10 @@ Status check_finite(const char* name, const std::vector<T>& values) {
   return Status::ok();
 }
 
-struct VectorField {
-  const char* name;
-  std::vector<float> RowProfile::*field;
-  bool optional, matrix;
-};
-constexpr VectorField kVectors[] = {
-    {"key_mean", &RowProfile::key_mean, false, false},
-    {"value_mean", &RowProfile::value_mean, false, false},
-    {"key_mean_before_rope", &RowProfile::key_mean_before_rope, true, false},
-    {"query_energy", &RowProfile::query_energy, true, false},
-    {"key_forward", &RowProfile::key_forward, true, true},
-    {"key_inverse", &RowProfile::key_inverse, true, true},
-    {"value_forward", &RowProfile::value_forward, true, true},
-    {"value_inverse", &RowProfile::value_inverse, true, true}};
-
 // Equally many numbers in each row, of which an optional field may have none.
 Status check_vectors(const Profile& p) {
   const auto dim = static_cast<size_t>(p.head_dim);
-  for (const VectorField& f : kVectors) {
+  for (const ProfileField& f : kProfileFields) {
     const size_t size = (p.rows[0].*f.field).size();
     const size_t expected = f.matrix ? dim * dim : dim;
     if (size != expected && !(f.optional && size == 0))

@@ -32,6 +32,22 @@ struct RowProfile {
   double key_scale = 1, value_scale = 1;
 };
 
+// The vectors of a row by their names in files. Each row of a profile has equally many numbers.
+struct ProfileField {
+  const char* name;
+  std::vector<float> RowProfile::*field;
+  bool optional, matrix;
+};
+inline constexpr ProfileField kProfileFields[] = {
+    {"key_mean", &RowProfile::key_mean, false, false},
+    {"value_mean", &RowProfile::value_mean, false, false},
+    {"key_mean_before_rope", &RowProfile::key_mean_before_rope, true, false},
+    {"query_energy", &RowProfile::query_energy, true, false},
+    {"key_forward", &RowProfile::key_forward, true, true},
+    {"key_inverse", &RowProfile::key_inverse, true, true},
+    {"value_forward", &RowProfile::value_forward, true, true},
+    {"value_inverse", &RowProfile::value_inverse, true, true}};
+
 struct Profile {
   std::string model_id;
   int32_t num_layers = 0;

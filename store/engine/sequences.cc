@@ -1,16 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/engine/sequences.h"
 
-#include <utility>
-
 #include "codec/format/element.h"
+#include "codec/format/errors.h"
 
 namespace tierkv::store {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
 
 std::string name_of(SequenceId id) {
   return "sequence " + std::to_string(number_of(id)) + " (slot " + std::to_string(id.slot) +

@@ -37,6 +37,11 @@ bool copy_ranges(const PageRanges& ranges) {
   return true;
 }
 
+ImportFault first_fault(ImportFault a, ImportFault b) {
+  if (a == ImportFault::kNone || b == ImportFault::kNone) return std::max(a, b);
+  return std::min(a, b);
+}
+
 }  // namespace
 
 bool can_prune(const StoreConfig& config) {
@@ -79,8 +84,8 @@ void HostPlace::export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) 
   }
 }
 
-Status HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
-                             std::span<const uint8_t> raw) const {
+ImportFault HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
+                                  std::span<const uint8_t> raw) const {
   uint8_t* row = raw_row(move, kv_head);
   const uint8_t* from = raw.data();
   const int32_t sinks = sink_count(layout_.laws, move.from), dim = config_.layout.head_dim;
@@ -90,7 +95,7 @@ Status HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
     const int32_t p = i < sinks ? i : first + i - sinks;
     for (const Component c : {Component::kKey, Component::kValue}) {
       const auto bytes = static_cast<int64_t>(dim * sizeof(uint16_t));
-      if (!are_finite(from, bytes)) return import_status(ImportFault::kRawValue, move.layer);
+      if (!are_finite(from, bytes)) return ImportFault::kRawValue;
       std::memcpy(token, from, dim * sizeof(uint16_t));
       from += bytes;
       write_raw(raw_, row, c, p, token);
@@ -99,12 +104,10 @@ Status HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
   for (int32_t p = first; p < move.from.tokens; ++p, from += sizeof(RawScore)) {
     RawScore score;
     std::memcpy(&score, from, sizeof(score));
-    if (!is_possible(score, can_prune(config_))) {
-      return import_status(ImportFault::kRawScore, move.layer);
-    }
+    if (!is_possible(score, can_prune(config_))) return ImportFault::kRawScore;
     write_score(raw_, row, p, score);
   }
-  return Status::ok();
+  return ImportFault::kNone;
 }
 
 namespace {
@@ -208,13 +211,14 @@ Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
     const int32_t l = layer.layer;
     if (Status s = verify(l * heads, heads); !s) return s;
     std::memset(layer.raw, 0, static_cast<size_t>(layout_.raw_bytes));
+    const auto copied = [&] { return copy_ranges(format_->place_import(layer, plan)); };
+    ImportFault fault = ImportFault::kNone;
     for (int32_t h = 0; h < heads; ++h) {
-      Status s = import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[l * heads + h]);
-      if (!s) return s;
+      const LayerMove move = {slot, l, parts.layers[l], {}};
+      fault = first_fault(fault, import_raw(move, h, parts.raw[l * heads + h]));
     }
-    if (!copy_ranges(format_->place_import(layer, plan))) {
-      return import_status(ImportFault::kBody, l);
-    }
+    if (fault == ImportFault::kNone && !copied()) fault = ImportFault::kBody;
+    if (fault != ImportFault::kNone) return import_status(fault, l);
     format_->clear_behind(layer);
     return Status::ok();
   };

@@ -79,7 +79,8 @@ struct SequenceParts {
 // Whether tokens may be RawScore::kPruned.
 bool can_prune(const StoreConfig& config);
 
-// What is wrong with the numbers of a sequence that comes in.
+// What is wrong with the numbers of a sequence that comes in. The least kind of the first layer
+// that has any is reported, whichever heads have it.
 enum class ImportFault : int32_t { kNone, kRawValue, kRawScore, kBody };
 // Both as one number, the least of which counts.
 inline constexpr int32_t kNoImportFault = 0x7f7f7f7f;

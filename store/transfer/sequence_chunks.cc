@@ -9,6 +9,7 @@
 
 #include "codec/file/container_format.h"
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 #include "tierkv/container.h"
 
 namespace tierkv::store {
@@ -50,9 +51,6 @@ std::vector<uint8_t> serialize_header(const StoreConfig& config,
   return bytes;
 }
 
-Status invalid(const std::string& why) {
-  return Status(StatusCode::kInvalidArgument, why);
-}
 Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "sequence: " + why);
 }

@@ -23,7 +23,7 @@ struct Rows {
   std::vector<int32_t> slots;
   PageTableShape shape;
   PageLayout layouts[2];
-  AttentionRows rows;
+  RowsOf<1> rows;
 
   Rows(int32_t sequences, int32_t kv_heads, int32_t layers, int32_t table_slots) {
     const TierFormat formats[] = {token_wise_tier(8, 4), token_wise_tier(4, 2)};
@@ -54,7 +54,7 @@ constexpr int32_t kWarps = 3;
 
 // Walks the tiles of all rows of a layer in order.
 struct TileWalk {
-  const AttentionRows& rows;
+  const RowsOf<1>& rows;
   int32_t layer;
   int32_t row = 0, tile = 0;
 
@@ -79,7 +79,7 @@ struct TileWalk {
 };
 
 // Every tile in one item, items in order, no idle CTA before a working one, cost even.
-void check_plan(const AttentionRows& rows, int32_t layer, int32_t max_ctas) {
+void check_plan(const RowsOf<1>& rows, int32_t layer, int32_t max_ctas) {
   const std::vector<WorkItem> plan = plan_items(rows, layer, max_ctas, kWarps);
   const int32_t items = max_ctas * kWarps;
   ASSERT_EQ(plan.size(), static_cast<size_t>(items) + 1);

@@ -9,9 +9,9 @@
 #include <numeric>
 
 #include "codec/format/global_step.h"
-#include "codec/host/coded/weighted_rows_checks.h"
 #include "tests/codec/support/simd_targets.h"
 #include "tests/codec/support/weighted_source.h"
+#include "tests/support/plain_weighted_rows.h"
 
 namespace tierkv {
 namespace {

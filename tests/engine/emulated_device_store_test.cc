@@ -4,6 +4,8 @@
 // the host's, kernels run in the emulator, but for that of attention over the pages of tiers.
 #include <cuda_runtime.h>
 
+#include <functional>
+
 #include "store/place/device/device_pages.cu"
 #include "store/place/device/device_place.cu"
 #include "store/place/device/device_setup.cu"
@@ -12,6 +14,7 @@
 #include "store/rows/coded/device_coded_rows.cu"
 #include "tests/engine/support/emulated_attention.h"
 #include "tests/gpu/store/twin_calls.cuh"
+#include "tests/gpu/store/twin_queries.cuh"
 
 namespace tierkv {
 
@@ -55,10 +58,12 @@ class EmulatedDeviceStore : public RandomTest {
     coded_tokens_ += t.device().usage()->body_tokens;
     testing::live_together(&t, calls, longest, false);
   }
-  // Both stores refuse the bytes for the same reason, and the one on a device is as it was. The
-  // bytes are a container whose chunks damage(key, &payload) changes; their checksums are right.
+  // Both stores refuse the bytes for the same reason, which names `what`, and the one on a device
+  // is as it was. The bytes are a container whose chunks damage(key, &payload) changes; their
+  // checksums are right.
   template <class Damage>
-  void expect_refused(KvTwins* t, const std::vector<uint8_t>& bytes, const Damage& damage) {
+  void expect_refused(KvTwins* t, const std::vector<uint8_t>& bytes, const Damage& damage,
+                      const std::string& what = "") {
     const auto reader = ContainerReader::from_bytes(bytes, "sequence");
     std::vector<ChunkBlock> blocks(1);
     for (size_t c = 0; c < reader->chunks().size(); ++c) {
@@ -74,6 +79,7 @@ class EmulatedDeviceStore : public RandomTest {
     EXPECT_EQ(a.status().code(), StatusCode::kCorrupt);
     EXPECT_EQ(b.status().code(), StatusCode::kCorrupt);
     EXPECT_EQ(a.status().message(), b.status().message());
+    EXPECT_NE(a.status().message().find(what), std::string::npos) << a.status().message();
     EXPECT_EQ(t->device().usage()->pages_free, free);
   }
   int64_t coded_tokens_ = 0;
@@ -125,7 +131,7 @@ TEST_F(EmulatedDeviceStore, TakesQueries) {
     choice.memory_bytes = 128 << 20;
     KvTwins t(twin_config(choice), &rng_);
     ASSERT_TRUE(t.is_made());
-    EXPECT_TRUE(t.expect_queries(400, t.pick(1, 16)));
+    EXPECT_TRUE(expect_queries(&t, 400, t.pick(1, 16)));
   }
 }
 TEST_F(EmulatedDeviceStore, TiersCountQueries) {
@@ -134,7 +140,7 @@ TEST_F(EmulatedDeviceStore, TiersCountQueries) {
   choice.memory_bytes = 128 << 20;
   KvTwins t(twin_config(choice), &rng_);
   ASSERT_TRUE(t.is_made());
-  t.expect_counted(150);
+  expect_counted(&t, 150);
 }
 // Codebooks are there, so the device decodes what comes in.
 TEST_F(EmulatedDeviceStore, RefusesHostileBodies) {
@@ -146,17 +152,20 @@ TEST_F(EmulatedDeviceStore, RefusesHostileBodies) {
     ASSERT_TRUE(t.is_made());
     t.add();
     t.extend({0}, 360);
-    const int32_t refused = t.expect_hostile(0, 30);
+    const int32_t refused = expect_hostile(&t, 0, 30);
     EXPECT_TRUE(!coded || refused >= 20) << refused;
     t.expect_equal();
-    t.exchange(0);
+    exchange(&t, 0);
     t.expect_equal();
     if (HasFatalFailure()) return;
   }
 }
 // Numbers that no encoder writes, in chunks whose checksums are right.
 TEST_F(EmulatedDeviceStore, RefusesImpossibleNumbers) {
-  const auto refused = [&](const BodyFormat& format, ChunkKind kind, const auto& damage) {
+  using Damage = std::function<void(std::vector<uint8_t>*)>;
+  // To the first chunks of a kind, one after the other.
+  const auto refused = [&](const BodyFormat& format, ChunkKind kind, std::vector<Damage> damages,
+                           const char* what) {
     TwinChoice choice;
     choice.format = format;
     choice.memory_bytes = 128 << 20;
@@ -166,20 +175,25 @@ TEST_F(EmulatedDeviceStore, RefusesImpossibleNumbers) {
     t.extend({0}, 360);
     const auto bytes = t.host().export_sequence(t.live()[0].host);
     ASSERT_TRUE(bytes);
-    bool is_first = true;
-    expect_refused(&t, *bytes, [&](const ChunkKey& key, std::vector<uint8_t>* payload) {
-      if (key.kind == kind && std::exchange(is_first, false)) damage(payload);
-    });
+    size_t damaged = 0;
+    const auto damage = [&](const ChunkKey& key, std::vector<uint8_t>* payload) {
+      if (key.kind == kind && damaged < damages.size()) damages[damaged++](payload);
+    };
+    expect_refused(&t, *bytes, damage, what);
   };
-  // An infinite value; a count of queries beyond what is counted.
-  const auto infinite = [](auto* raw) { (*raw)[0] = 0, (*raw)[1] = 0x7c; };
-  refused(CodedFormat{}, ChunkKind::kStoreRow, infinite);
-  refused(CodedFormat{}, ChunkKind::kStoreRow, [](auto* raw) { raw->back() = 0x7f; });
+  const Damage infinite = [](auto* raw) { (*raw)[0] = 0, (*raw)[1] = 0x7c; };
+  const Damage many_queries = [](auto* raw) { raw->back() = 0x7f; };  // more than are counted
+  refused(CodedFormat{}, ChunkKind::kStoreRow, {infinite}, "value");
+  refused(CodedFormat{}, ChunkKind::kStoreRow, {many_queries}, "score");
+  // A value comes before a score, also one of a later head.
+  refused(CodedFormat{}, ChunkKind::kStoreRow, {many_queries, infinite}, "value");
   // The last zero point; the scale before it.
-  refused(TiersFormat{}, ChunkKind::kStorePage, [](auto* body) { body->back() = 0x7c; });
-  refused(TiersFormat{}, ChunkKind::kStorePage, [](auto* body) { body->end()[-3] = 0x81; });
-  refused(ChannelFormat{}, ChunkKind::kStorePage,
-          [](auto* body) { std::fill(body->begin(), body->end(), uint8_t{0x7c}); });
+  const Damage zero_point = [](auto* body) { body->back() = 0x7c; };
+  const Damage scale = [](auto* body) { body->end()[-3] = 0x81; };
+  const Damage all = [](auto* body) { std::fill(body->begin(), body->end(), uint8_t{0x7c}); };
+  refused(TiersFormat{}, ChunkKind::kStorePage, {zero_point}, "body");
+  refused(TiersFormat{}, ChunkKind::kStorePage, {scale}, "body");
+  refused(ChannelFormat{}, ChunkKind::kStorePage, {all}, "body");
 }
 // Bodies that no sequence has: blocks of no bytes, which have no place where pages are full, and
 // more bytes than the store's pages.
@@ -208,7 +222,7 @@ TEST_F(EmulatedDeviceStore, RefusesImpossibleBodies) {
     });
     EXPECT_LT(emulator::pinned_bytes - pinned, size_t{1} << 26) << "taken for it";
   }
-  t.exchange(0);
+  exchange(&t, 0);
   t.expect_equal();
 }
 // Raw layers make several groups of layers, of which the first ones are on their pages when blocks
@@ -241,7 +255,7 @@ TEST_F(EmulatedDeviceStore, RefusesWhatComesLate) {
     });
   }
   emulator::is_pinned = false;
-  t.exchange(0);
+  exchange(&t, 0);
   t.expect_equal();
 }
 // Long enough for several threads; pages of the second sequence lie behind those of the first.

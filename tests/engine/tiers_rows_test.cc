@@ -111,7 +111,7 @@ TEST_F(TiersRowsTest, CutPagesAreAsIfNeverLonger) {
 }
 
 TEST_F(TiersRowsTest, OutOfPagesChangesNothing) {
-  StoreConfig config = tiers_config(128, 60, false, &rng_);
+  StoreConfig config = tiers_config(128, 40, false, &rng_);
   OpenStore store(config);
   const SequenceId a = *store.engine->add_sequence(), b = *store.engine->add_sequence();
   const TiersChunk chunk = tiers_chunk(config, 900, false, &rng_);

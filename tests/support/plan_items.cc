@@ -66,7 +66,8 @@ std::vector<WorkItem> plan_items(const RowsOf<kClasses>& rows, int32_t layer, in
   return plan;
 }
 
-template std::vector<WorkItem> plan_items(const AttentionRows&, int32_t, int32_t, int32_t);
-template std::vector<WorkItem> plan_items(const ClassRows&, int32_t, int32_t, int32_t);
+template std::vector<WorkItem> plan_items(const RowsOf<1>&, int32_t, int32_t, int32_t);
+template std::vector<WorkItem> plan_items(const RowsOf<kMaxAttentionClasses>&, int32_t, int32_t,
+                                          int32_t);
 
 }  // namespace tierkv

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/baselines/channel/channel_attention.h"
 
-#include "attention/channel/channel_launch.cuh"
+#include "attention/channel/channel_kernel.cuh"
 
 namespace tierkv {
 

@@ -30,10 +30,10 @@ struct RawSource {
 #pragma unroll
       for (int32_t part = 0; part < 8; ++part) {
         const int32_t th = part / 4, dh = part / 2 % 2, par = part % 2;
+        const int32_t r = c == Component::kKey ? th + 2 * dh : dh + 2 * th;
         const int32_t t = tile * kTileTokens + fragment_token(c, lane, th, par);
         const int32_t d = f * kDimBlock + fragment_dim(c, lane, dh, par);
-        s.x[t * ChannelShared<kHeadDim>::kLine + d] =
-            static_cast<uint16_t>(words[fragment_register(c, th, dh)] >> (16 * par));
+        s.x[t * ChannelShared<kHeadDim>::kLine + d] = static_cast<uint16_t>(words[r] >> (16 * par));
       }
     }
     return true;

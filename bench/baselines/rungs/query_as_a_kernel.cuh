@@ -74,7 +74,7 @@ class CoopCta {
   __device__ __forceinline__ void copy_run(uint8_t* to, const uint8_t* from, int32_t bytes) const {
 #pragma unroll 4
     for (int32_t at = 16 * threadIdx.x; at < bytes; at += 16 * kCoopThreads) {
-      start_copy_16(to + at, from + at);
+      copy_async_16(to + at, from + at, true);
     }
   }
 

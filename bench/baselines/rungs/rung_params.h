@@ -14,7 +14,7 @@ inline constexpr int32_t kRungHeadDim = 128;
 inline constexpr int32_t kRungMaxGroup = 8;
 
 struct RungParams {
-  AttentionRows rows;  // chunk_tiles as the rung wants them
+  RowsOf<1> rows;  // chunk_tiles as the rung wants them
   int32_t layer = 0;
   const uint8_t* pool = nullptr;  // [num_pages][page_bytes]
   int64_t page_bytes = 0;

@@ -46,7 +46,6 @@ Status launch_encode(const WeightedEncode& call, const DeviceLimits& limits, Gpu
 }  // namespace
 
 Status encode_weighted(const WeightedEncode& call, GpuStream stream) {
-  if (Status s = call.validate(); !s) return s;
   if (call.num_ranges == 0 || call.most_blocks == 0) return Status::ok();
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();

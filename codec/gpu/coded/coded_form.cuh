@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The form in which an encoder stores a slice, coded or raw, and what both forms have in common.
+// What the form in which an encoder stores a slice, coded or raw, follows from.
 #pragma once
 
 #include "codec/gpu/coded/coded_open.cuh"
@@ -45,25 +45,6 @@ __device__ inline RawForm raw_form(const CodeRange& range) {
                          : high - low < 256 ? BlockMode::kRaw8
                                             : BlockMode::kRaw16;
   return {mode, mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(low)};
-}
-
-// The form in which a block is stored: its header without the checksum.
-template <class Header, class Layout>
-struct FormOf {
-  Header header;
-  Layout at;
-  bool coded;
-};
-// The header and the checksum of a block whose rest is written.
-template <class Form>
-__device__ inline void finish_block(const Form& form, uint8_t* bytes) {
-  __syncwarp();
-  if (lane_index() == 0) store_header(form.header, bytes);
-  __syncwarp();
-  const uint32_t checksum = warp_checksum(bytes, form.at.bytes);
-  __syncwarp();
-  if (lane_index() == 0) store_u16(bytes + 14, checksum);
-  __syncwarp();
 }
 
 __device__ __forceinline__ void clear_block(void* block, int32_t bytes) {

@@ -13,22 +13,6 @@ Status invalid(const char* what) {
   return Status(StatusCode::kInvalidArgument, std::string("weighted blocks: ") + what);
 }
 
-// What encoding and decoding check alike.
-template <class Call>
-Status check_shape(const Call& call) {
-  if (Status s = call.rows.validate(); !s) return s;
-  if (!is_raw_dtype(call.dtype)) return invalid("dtype must be float16 or bfloat16");
-  if (call.token_stride < call.rows.head_dim) return invalid("token_stride is less than head_dim");
-  if (call.size < 0) return invalid("size is negative");
-  if (reinterpret_cast<uintptr_t>(call.bytes) % kBlockAlignment != 0) {
-    return invalid("bytes alignment");
-  }
-  if (call.num_ranges < 0 || call.most_blocks < 0) {
-    return invalid("num_ranges or most_blocks is negative");
-  }
-  return Status::ok();
-}
-
 }  // namespace
 
 Status DeviceWeightedRows::validate() const {
@@ -51,28 +35,17 @@ Status DeviceWeightedRows::validate() const {
   return Status::ok();
 }
 
-Status DeviceBook::validate() const {
-  if (codebook == nullptr) return invalid("a codebook is needed");
-  if (max_length < 1 || max_length > kMaxCodeLength) return invalid("max_length of a codebook");
-  return Status::ok();
-}
-
-Status WeightedEncode::validate() const {
-  if (Status s = check_shape(*this); !s) return s;
-  for (const DeviceBook& book : books) {
-    if (Status s = book.validate(); !s) return s;
-  }
-  if (num_ranges == 0 || most_blocks == 0) return Status::ok();
-  if (keys == nullptr || values == nullptr || decided == nullptr || ranges == nullptr ||
-      places[0] == nullptr || places[1] == nullptr || status == nullptr) {
-    return invalid("keys, values, decided, ranges, places and status are needed");
-  }
-  return Status::ok();
-}
-
 Status WeightedDecode::validate() const {
-  if (Status s = check_shape(*this); !s) return s;
-  if (Status s = book.validate(); !s) return s;
+  if (Status s = rows.validate(); !s) return s;
+  if (!is_raw_dtype(dtype)) return invalid("dtype must be float16 or bfloat16");
+  if (token_stride < rows.head_dim) return invalid("token_stride is less than head_dim");
+  if (size < 0) return invalid("size is negative");
+  if (reinterpret_cast<uintptr_t>(bytes) % kBlockAlignment != 0) return invalid("bytes alignment");
+  if (num_ranges < 0 || most_blocks < 0) return invalid("num_ranges or most_blocks is negative");
+  if (book.codebook == nullptr) return invalid("a codebook is needed");
+  if (book.max_length < 1 || book.max_length > kMaxCodeLength) {
+    return invalid("max_length of a codebook");
+  }
   if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxWeightedBlockBytes) {
     return invalid("max_block_bytes");
   }

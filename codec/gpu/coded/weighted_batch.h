@@ -47,8 +47,6 @@ struct DeviceWeightedRows {
 struct DeviceBook {
   const DeviceCodebook* codebook = nullptr;
   int32_t max_length = 12;  // at least that of its words; else kUnsupported
-
-  Status validate() const;
 };
 
 // Where the blocks (slices) of 64 positions and a component lie, in units of 16 bytes.
@@ -104,9 +102,6 @@ struct WeightedEncode {
   DType dtype = DType::kFloat16;  // or kBFloat16
   int32_t num_ranges = 0;
   int32_t most_blocks = 0;  // that a range meets
-
-  // kInvalidArgument naming the field, kUnsupported. Reads no array.
-  Status validate() const;
 };
 
 struct WeightedDecode {

@@ -94,7 +94,7 @@ __device__ inline bool choose_place(const WeightedEncode& call, const WeightedPl
          (int64_t{given.unit} + units) * kBlockAlignment <= call.size;
 }
 
-__device__ __forceinline__ void build_block(const EncodedSlice& of, const EncodedSlice::Form& form,
+__device__ __forceinline__ void build_block(const EncodedSlice& of, const BlockForm& form,
                                             const SlicePlan& plan, const WeightedMemory& memory,
                                             uint32_t* block, int32_t second_row) {
   clear_block(block, form.at.bytes);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void build_block(const EncodedSlice& of, const Encode
 
 // Tiles of a raw block. Each of their words has codes of one lane.
 template <int32_t kDims, bool kKey>
-__device__ __forceinline__ void write_raw(const EncodedSlice& of, const EncodedSlice::Form& form,
+__device__ __forceinline__ void write_raw(const EncodedSlice& of, const BlockForm& form,
                                           const WeightedMemory& memory, int32_t slice,
                                           uint8_t* to) {
   clear_block(to, form.at.bytes);
@@ -158,7 +158,7 @@ struct BlockEncoder {
             job.tokens};
   }
   __device__ __forceinline__ SlicePlan code_slice(int32_t slice, bool opens, WeightedFaults& faults,
-                                                  EncodedSlice::Form* form) const {
+                                                  BlockForm* form) const {
     StreamSink<kDims> sink(memory, book, slice, faults);
     take_slice<kDims, kKey>(
         memory.tile, slice, opens, faults,
@@ -169,7 +169,7 @@ struct BlockEncoder {
   }
   // A slice whose streams are in memory.
   __device__ __forceinline__ void write_slice(int32_t slice, const SlicePlan& plan,
-                                              const EncodedSlice::Form& form, uint8_t* to) const {
+                                              const BlockForm& form, uint8_t* to) const {
     const EncodedSlice of = slice_of(slice);
     if (!form.coded) return write_raw<kDims, kKey>(of, form, memory, slice, to);
     if (form.at.bytes > stage_bytes(kDims)) {
@@ -188,7 +188,7 @@ struct BlockEncoder {
                                                uint8_t* kept) {
     if (!book.usable) return StatusCode::kUnsupported;
     SlicePlan plan;
-    EncodedSlice::Form form;
+    BlockForm form;
     int32_t units = 0, before = 0;  // before: bytes of the slices before the last one
 #pragma unroll 1
     for (int32_t slice = 0; slice < Slices::kCount; ++slice) {

@@ -9,9 +9,21 @@
 
 namespace tierkv {
 
-// As finish_block() takes it.
-__device__ inline void store_header(const WeightedBlockHeader& h, uint8_t* p) {
-  store_weighted_header(h, p);
+// The form in which a block is stored: its header without the checksum.
+struct BlockForm {
+  WeightedBlockHeader header;
+  WeightedBlockLayout at;
+  bool coded;
+};
+// The header and the checksum of a block whose rest is written.
+__device__ inline void finish_block(const BlockForm& form, uint8_t* bytes) {
+  __syncwarp();
+  if (lane_index() == 0) store_weighted_header(form.header, bytes);
+  __syncwarp();
+  const uint32_t checksum = warp_checksum(bytes, form.at.bytes);
+  __syncwarp();
+  if (lane_index() == 0) store_u16(bytes + 14, checksum);
+  __syncwarp();
 }
 
 // store_field() where lanes share words.
@@ -36,7 +48,6 @@ struct alignas(16) SharedBook {
 
 // What a slice's form is chosen by.
 struct EncodedSlice {
-  using Form = FormOf<WeightedBlockHeader, WeightedBlockLayout>;
   const int8_t* exponents;  // [tokens], shared memory; null behind the first slice
   int32_t streams;
   uint8_t table_id;
@@ -65,8 +76,8 @@ struct EncodedSlice {
     return h;
   }
   // Coded where that is possible and smaller, as the host's encode_slice().
-  __device__ __forceinline__ Form choose(const CodeRange& range, const SlicePlan& plan) const {
-    Form form{raw_header(range), {}, false};
+  __device__ __forceinline__ BlockForm choose(const CodeRange& range, const SlicePlan& plan) const {
+    BlockForm form{raw_header(range), {}, false};
     form.at = weighted_layout(form.header, 0);
     const int32_t other = streams == 2 ? plan.bits[1] : plan.bits[0];
     const int32_t least = __reduce_min_sync(kFullWarp, min(plan.bits[0], other));
@@ -86,7 +97,7 @@ struct EncodedSlice {
     form.header.units = static_cast<uint16_t>(form.at.bytes / kBlockAlignment);
     return form;
   }
-  __device__ __forceinline__ void write_bounds(const Form& form, const SlicePlan& plan,
+  __device__ __forceinline__ void write_bounds(const BlockForm& form, const SlicePlan& plan,
                                                uint32_t* block) const {
     const WeightedBlockHeader& h = form.header;
     for (int32_t t = lane_index(); exponents != nullptr && t < tokens; t += kWarpLanes) {

@@ -159,10 +159,11 @@ struct TileReader {
   }
 };
 
-// take(f of the slice, codes) of a tile's fragments in the order of the streams.
-template <int32_t kDims, bool kKey, class Take>
-__device__ __forceinline__ void take_plain(const TileReader<kDims, kKey>& tile, int32_t slice,
-                                           const Take& take) {
+// take(f of the slice, codes) of a tile's fragments in the order of the streams. turn(f, y) changes
+// the values of a fragment, whose number in the slice is f, before they are coded.
+template <int32_t kDims, bool kKey, class Turn, class Take>
+__device__ __forceinline__ void take_fragments(const TileReader<kDims, kKey>& tile, int32_t slice,
+                                               const Turn& turn, const Take& take) {
   using Slices = SlicesOf<kDims>;
   constexpr auto kOrder = weighted_order(kKey ? Component::kKey : Component::kValue);
 #pragma unroll 1
@@ -173,9 +174,30 @@ __device__ __forceinline__ void take_plain(const TileReader<kDims, kKey>& tile, 
     float y[kPairsPerFragment][2];
     tile.load(of_head, words);
     tile.unpack(words, y);
+    turn(f, y);
     QuickFragment codes;
     tile.quick_codes(of_head, words, y, codes);
     take(f, codes);
+  }
+}
+
+// turn(turn of the pair, r, h) of the lane's channels in a fragment that RoPE turns in halves; f:
+// of the head's first half.
+template <int32_t kDims, class TurnOne>
+__device__ __forceinline__ void turn_fragment(const TileReader<kDims, true>& tile, int32_t f,
+                                              const TurnOne& turn_one) {
+#pragma unroll
+  for (int32_t ch = 0; ch < 2; ++ch) {
+    const int32_t pair = kDimBlock * f + 8 * ch + 2 * tile.quarter;
+    const TwoTurns block(tile.job.block + pair);
+#pragma unroll
+    for (int32_t rh = 0; rh < 2; ++rh) {
+      const TwoTurns place(tile.places(tile.token[rh]) + pair);
+#pragma unroll
+      for (int32_t h = 0; h < 2; ++h) {
+        turn_one(compose_turns(block.turn[h], place.turn[h]), rh + 2 * ch, h);
+      }
+    }
   }
 }
 
@@ -191,20 +213,8 @@ __device__ __forceinline__ void take_folded(const TileReader<kDims, true>& tile,
     tile.load(f + kHalf, far_words);
     tile.unpack(near_words, x);
     tile.unpack(far_words, y);
-#pragma unroll
-    for (int32_t ch = 0; ch < 2; ++ch) {
-      const int32_t pair = kDimBlock * f + 8 * ch + 2 * tile.quarter;
-      const TwoTurns block(tile.job.block + pair);
-#pragma unroll
-      for (int32_t rh = 0; rh < 2; ++rh) {
-        const TwoTurns place(tile.places(tile.token[rh]) + pair);
-        const int32_t r = rh + 2 * ch;
-#pragma unroll
-        for (int32_t h = 0; h < 2; ++h) {
-          unturn_pair(compose_turns(block.turn[h], place.turn[h]), &x[r][h], &y[r][h]);
-        }
-      }
-    }
+    turn_fragment(tile, f,
+                  [&](Turn by, int32_t r, int32_t h) { unturn_pair(by, &x[r][h], &y[r][h]); });
 #pragma unroll 1
     for (int32_t of = f; of < 2 * kHalf; of += kHalf) {
       QuickFragment codes;
@@ -223,50 +233,24 @@ __device__ __forceinline__ void take_folded(const TileReader<kDims, true>& tile,
 template <int32_t kDims, class Take>
 __device__ __forceinline__ void take_folded_slice(const TileReader<kDims, true>& tile,
                                                   int32_t slice, const Take& take) {
-  constexpr int32_t kBlocks = SlicesOf<kDims>::kBlocks;
   const float sign = slice == 0 ? 1.0f : -1.0f;
-#pragma unroll 1
-  for (int32_t i = 0; i < kBlocks; ++i) {
-    const int32_t f = dim_block_at(weighted_order(Component::kKey), kBlocks, i);
-    const int32_t of_head = slice * kBlocks + f;
-    uint32_t words[kPairsPerFragment], far_words[kPairsPerFragment];
-    float x[kPairsPerFragment][2], y[kPairsPerFragment][2];
-    tile.load(of_head, words);
-    tile.load((1 - slice) * kBlocks + f, far_words);
-    tile.unpack(words, x);
+  const auto turn = [&](int32_t f, float(&x)[kPairsPerFragment][2]) {
+    uint32_t far_words[kPairsPerFragment];
+    float y[kPairsPerFragment][2];
+    tile.load((1 - slice) * SlicesOf<kDims>::kBlocks + f, far_words);
     tile.unpack(far_words, y);
-#pragma unroll
-    for (int32_t ch = 0; ch < 2; ++ch) {
-      const int32_t pair = kDimBlock * f + 8 * ch + 2 * tile.quarter;
-      const TwoTurns block(tile.job.block + pair);
-#pragma unroll
-      for (int32_t rh = 0; rh < 2; ++rh) {
-        const TwoTurns place(tile.places(tile.token[rh]) + pair);
-        const int32_t r = rh + 2 * ch;
-#pragma unroll
-        for (int32_t h = 0; h < 2; ++h) {
-          x[r][h] = unturn_one(compose_turns(block.turn[h], place.turn[h]), x[r][h], y[r][h], sign);
-        }
-      }
-    }
-    QuickFragment codes;
-    tile.quick_codes(of_head, words, x, codes);
-    take(f, codes);
-  }
+    turn_fragment(tile, f, [&](Turn by, int32_t r, int32_t h) {
+      x[r][h] = unturn_one(by, x[r][h], y[r][h], sign);
+    });
+  };
+  take_fragments(tile, slice, turn, take);
 }
 
 template <int32_t kDims, class Take>
 __device__ __forceinline__ void take_any(const TileReader<kDims, true>& tile, int32_t slice,
                                          const Take& take) {
-  constexpr int32_t kBlocks = SlicesOf<kDims>::kBlocks;
-#pragma unroll 1
-  for (int32_t i = 0; i < kBlocks; ++i) {
-    const int32_t f = dim_block_at(weighted_order(Component::kKey), kBlocks, i);
-    const int32_t of_head = slice * kBlocks + f;
-    uint32_t words[kPairsPerFragment];
-    float y[kPairsPerFragment][2];
-    tile.load(of_head, words);
-    tile.unpack(words, y);
+  const auto turn = [&](int32_t f, float(&y)[kPairsPerFragment][2]) {
+    const int32_t of_head = slice * SlicesOf<kDims>::kBlocks + f;
 #pragma unroll
     for (int32_t n = 0; n < 4; ++n) {
       const int32_t ch = n / 2, h = n % 2, d = kDimBlock * of_head + 8 * ch + 2 * tile.quarter + h;
@@ -283,10 +267,8 @@ __device__ __forceinline__ void take_any(const TileReader<kDims, true>& tile, in
         own = unturn_one(compose_turns(block, place), own, other, turning.sign);
       }
     }
-    QuickFragment codes;
-    tile.quick_codes(of_head, words, y, codes);
-    take(f, codes);
-  }
+  };
+  take_fragments(tile, slice, turn, take);
 }
 
 template <int32_t kDims, bool kKey, class Take>
@@ -302,7 +284,8 @@ __device__ __forceinline__ void take_tile(const TileReader<kDims, kKey>& tile, R
     }
     if (way == RopeWay::kAny) return take_any<kDims>(tile, slice, take);
   }
-  take_plain<kDims, kKey>(tile, slice, take);
+  take_fragments(
+      tile, slice, [](int32_t, auto&) {}, take);
 }
 
 // take(tile, f of the slice, codes) of all fragments of a slice in the order of the streams. opens:

@@ -83,18 +83,18 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken
   rotate(c.rotation, head_dim, k[0]);
   rotate(c.rotation, head_dim, v[0]);
   if (reflection != nullptr) reflect(normal, head_dim, k[0]);
-  LaneToken token = {};
+  LaneSide k_side = {}, v_side = {};
   const StatusCode code =
-      worst_of_warp(greater(encode_side(page, Component::kKey, c.rule[0], k, &token.k),
-                            encode_side(page, Component::kValue, c.rule[1], v, &token.v)));
+      worst_of_warp(greater(encode_side(page, Component::kKey, c.rule[0], k, &k_side),
+                            encode_side(page, Component::kValue, c.rule[1], v, &v_side)));
   if (in_page % kTileTokens == 0) open_tile(page, in_page, named_slots(e, at.token, slot));
   if (code != StatusCode::kOk) {
     count_error(e.errors, code == StatusCode::kNonFinite ? EngineError::kNonFiniteTokens
                                                          : EngineError::kOutOfRangeTokens);
-    token = {};
+    k_side = v_side = {};
   }
-  store_whole_side(page, in_page, Component::kKey, token.k);
-  store_whole_side(page, in_page, Component::kValue, token.v);
+  store_whole_side(page, in_page, Component::kKey, k_side);
+  store_whole_side(page, in_page, Component::kValue, v_side);
 }
 
 __global__ void __launch_bounds__(kBlockThreads)

@@ -123,12 +123,6 @@ __device__ __forceinline__ void fill_channel_table(const Rotation& r, bool has_s
   }
 }
 
-__device__ __forceinline__ void add_and_subtract(float& a, float& b) {
-  const float sum = add_rn(a, b), difference = add_rn(a, -b);
-  a = sum;
-  b = difference;
-}
-
 // The sums and differences of H, without its scale. Partners are 1 channel apart in the lane, 2 and
 // 4 in other lanes, 8 and more in the lane. Adding the product with 1 or -1 rounds once, as an
 // addition does.
@@ -136,7 +130,7 @@ template <int32_t kDim>
 __device__ __forceinline__ void hadamard_sums(HalfRows<kDim>& x) {
   constexpr int32_t kValues = kDim / 4;
 #pragma unroll
-  for (int32_t i = 0; i < kValues; i += 2) add_and_subtract(x[i], x[i + 1]);
+  for (int32_t i = 0; i < kValues; i += 2) hadamard_pair(x[i], x[i + 1]);
 #pragma unroll
   for (int32_t lanes = 1; lanes < 4; lanes *= 2) {
     const float sign = (lane_index() & lanes) != 0 ? -1.0f : 1.0f;
@@ -150,7 +144,7 @@ __device__ __forceinline__ void hadamard_sums(HalfRows<kDim>& x) {
 #pragma unroll
     for (int32_t i = 0; i < kValues; ++i) {
       if ((i & step) != 0 || hadamard_size(kDim, 4 * (i & ~3)) <= 4 * step) continue;
-      add_and_subtract(x[i], x[i + step]);
+      hadamard_pair(x[i], x[i + step]);
     }
   }
 }

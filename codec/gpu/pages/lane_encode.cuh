@@ -1,11 +1,62 @@
 // SPDX-License-Identifier: Apache-2.0
-// One token of a page without sub-groups, from a warp's registers into its slot: what kernels share
-// that write tokens one by one.
+// One token of a page, by one warp: its parameters and codes, from registers and back, and the tile
+// it lies in. Pages have no records: those of a device never do.
+//
+// All functions are called by the 32 lanes of a warp with the same arguments, and nobody else may
+// touch the tiles that are written. A token owns whole bytes: its neighbours' codes are never read.
 #pragma once
 
-#include "codec/gpu/pages/page_token.cuh"
+#include "codec/gpu/pages/lane_token.cuh"
+#include "gpu/math.cuh"
 
 namespace tierkv {
+
+// The parameters of a token's component.
+__device__ __forceinline__ uint32_t* params_at(const PageRef& page, Component c, int32_t tile,
+                                               int32_t in_tile) {
+  return reinterpret_cast<uint32_t*>(page.bytes + page.layout->tile_metadata_byte(c, tile) +
+                                     token_metadata_byte(0, in_tile));
+}
+
+__device__ __forceinline__ void load_side(const PageRef& page, int32_t slot, Component c,
+                                          LaneSide* side) {
+  const PageLayout& layout = *page.layout;
+  const TileLayout tile = layout.tile(c);
+  const int32_t tile_index = slot / kTileTokens, in_tile = slot % kTileTokens;
+  const uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
+  *side = {};
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, tile.head_dim) || lane_dim(i) >= tile.head_dim) continue;
+    load_token_codes(tile, c, in_tile, lane_dim(i), codes, side->codes[i]);
+  }
+  if (layout.groups(c) == 0) return;
+  const uint32_t word = *params_at(page, c, tile_index, in_tile);
+  side->params = {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 16)};
+}
+
+// One component of a tile.
+__device__ __forceinline__ void clear_tile_side(const PageRef& page, int32_t tile, Component c) {
+  const PageLayout& layout = *page.layout;
+  auto* codes = reinterpret_cast<uint4*>(page.bytes + layout.tile_codes_byte(c, tile));
+  auto* metadata = reinterpret_cast<uint4*>(page.bytes + layout.tile_metadata_byte(c, tile));
+#pragma unroll 1
+  for (int32_t i = lane_index(); i < layout.tile(c).bytes() / 16; i += 32) {
+    codes[i] = {0, 0, 0, 0};
+  }
+#pragma unroll 1
+  for (int32_t i = lane_index(); i < tile_metadata_bytes(layout.groups(c)) / 16; i += 32) {
+    metadata[i] = {0, 0, 0, 0};
+  }
+}
+
+// open_slot(): clears the tile when the slot is its first.
+__device__ __forceinline__ void open_token_slot(const PageRef& page, int32_t slot) {
+  if (slot % kTileTokens != 0) return;
+  clear_tile_side(page, slot / kTileTokens, Component::kKey);
+  clear_tile_side(page, slot / kTileTokens, Component::kValue);
+  __syncwarp();
+}
 
 __device__ __forceinline__ float squared_norm(const LaneValues& x, int32_t head_dim) {
   float sum[4] = {};  // of the partials lane % 8 + 8 j
@@ -43,39 +94,39 @@ __device__ __forceinline__ StatusCode quantize_norm_lane(const LaneValues& x, in
           static_cast<uint32_t>(minmax_code(x[i][j], scale, zero_point, kNormLevels));
     }
   }
-  side->params[0][0] = p;
+  side->params = p;
   return __all_sync(kFullWarp, finite) ? code : StatusCode::kNonFinite;
 }
 
 // Min-max codes of a whole head; the lane's part of the status.
-__device__ __forceinline__ StatusCode quantize_minmax_lane(const LaneValues (&x)[1], CodeType type,
+__device__ __forceinline__ StatusCode quantize_minmax_lane(const LaneValues& x, CodeType type,
                                                            int32_t head_dim, LaneSide* side) {
-  float lo[1], hi[1];
-  row_extrema(x, head_dim, lo, hi);
-  const QuantParams p = minmax_params(lo[0], hi[0], type.levels());
+  float lo, hi;
+  row_extrema(x, head_dim, &lo, &hi);
+  const QuantParams p = minmax_params(lo, hi, type.levels());
   const CodeMaker maker = make_code_maker(p);
   const float top = static_cast<float>(type.levels() - 1);
 #pragma unroll
   for (int32_t i = 0; i < kLaneChunks; ++i) {
     if (!has_chunk(i, head_dim)) continue;
 #pragma unroll
-    for (int32_t j = 0; j < 4; ++j) side->codes[i][j] = biased_code(x[0][i][j], maker, top) & 255u;
+    for (int32_t j = 0; j < 4; ++j) side->codes[i][j] = biased_code(x[i][j], maker, top) & 255u;
   }
-  side->params[0][0] = p;
-  return params_status(lo[0], hi[0], p);
+  side->params = p;
+  return params_status(lo, hi, p);
 }
 
-// In coordinates; the lane's part of the status. Pages of engines have no sub-groups.
+// In coordinates; the lane's part of the status.
 __device__ __forceinline__ StatusCode encode_side(const PageRef& page, Component c, StepRule rule,
                                                   const LaneValues (&x)[1], LaneSide* side) {
   const TileLayout tile = page.layout->tile(c);
   *side = {};
   if (tile.type.is_raw()) return take_raw_codes(page, x[0], side);
   if (rule == StepRule::kNorm) return quantize_norm_lane(x[0], tile.head_dim, side);
-  return quantize_minmax_lane(x, tile.type, tile.head_dim, side);
+  return quantize_minmax_lane(x[0], tile.type, tile.head_dim, side);
 }
 
-// Stores one token's side in a page without sub-groups.
+// Stores one token's side.
 __device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t slot, Component c,
                                                  const LaneSide& side) {
   const PageLayout& layout = *page.layout;
@@ -88,8 +139,8 @@ __device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t sl
     store_token_codes(tile, c, in_tile, lane_dim(i), side.codes[i], codes);
   }
   if (layout.groups(c) == 0 || lane_index() != 0) return;
-  store_params(page.bytes + layout.tile_metadata_byte(c, tile_index), 0, in_tile,
-               side.params[0][0]);
+  *params_at(page, c, tile_index, in_tile) =
+      side.params.scale | static_cast<uint32_t>(side.params.zero_point) << 16;
 }
 
 }  // namespace tierkv

@@ -18,11 +18,6 @@ __device__ __forceinline__ void hadamard_step(int32_t lanes, bool takes_part, fl
     if (takes_part) mine = is_second ? add_rn(other, -mine) : add_rn(mine, other);
   }
 }
-__device__ __forceinline__ void hadamard_pair(float& a, float& b) {
-  const float sum = add_rn(a, b), difference = add_rn(a, -b);
-  a = sum;
-  b = difference;
-}
 
 // H x. Partners are 1, 2, 4 dims apart in other lanes, 8 and 16 in this one, 32 and 64 in others,
 // and 128 in this one's two chunks.

@@ -25,15 +25,10 @@ struct PageRef {
   DType raw_dtype;
 };
 
-// One component of a token, spread over the warp.
+// One component of a token, spread over the warp. Pages on a device have no sub-groups.
 struct LaneSide {
   uint32_t codes[kLaneChunks][4];
-  QuantParams params[kLaneChunks][2];  // of the chunk's blocks of 16 dims; none of raw elements
-};
-struct LaneToken {
-  LaneSide k, v;
-  float score;
-  int32_t position;
+  QuantParams params;  // of the head; none of raw elements
 };
 using LaneValues = float[kLaneChunks][4];
 
@@ -62,29 +57,22 @@ __device__ __forceinline__ void load_lane_values(const void* row, DType dtype, i
 
 // ---- quantise ----
 
-// Extrema of whole rows, of kCount rows at a time so that their shuffles overlap.
-template <int32_t kCount>
-__device__ __forceinline__ void row_extrema(const LaneValues (&x)[kCount], int32_t head_dim,
-                                            float (&lo)[kCount], float (&hi)[kCount]) {
+// Extrema of a whole row.
+__device__ __forceinline__ void row_extrema(const LaneValues& x, int32_t head_dim, float* lo,
+                                            float* hi) {
+  *lo = INFINITY;
+  *hi = -INFINITY;
 #pragma unroll
-  for (int32_t n = 0; n < kCount; ++n) {
-    lo[n] = INFINITY;
-    hi[n] = -INFINITY;
-#pragma unroll
-    for (int32_t i = 0; i < kLaneChunks; ++i) {
-      if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
-      const float* y = x[n][i];
-      lo[n] = nan_min(lo[n], nan_min(nan_min(y[0], y[1]), nan_min(y[2], y[3])));
-      hi[n] = nan_max(hi[n], nan_max(nan_max(y[0], y[1]), nan_max(y[2], y[3])));
-    }
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
+    const float* y = x[i];
+    *lo = nan_min(*lo, nan_min(nan_min(y[0], y[1]), nan_min(y[2], y[3])));
+    *hi = nan_max(*hi, nan_max(nan_max(y[0], y[1]), nan_max(y[2], y[3])));
   }
 #pragma unroll
   for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
-#pragma unroll
-    for (int32_t n = 0; n < kCount; ++n) {
-      lo[n] = nan_min(lo[n], __shfl_xor_sync(kFullWarp, lo[n], lanes));
-      hi[n] = nan_max(hi[n], __shfl_xor_sync(kFullWarp, hi[n], lanes));
-    }
+    *lo = nan_min(*lo, __shfl_xor_sync(kFullWarp, *lo, lanes));
+    *hi = nan_max(*hi, __shfl_xor_sync(kFullWarp, *hi, lanes));
   }
 }
 
@@ -117,13 +105,13 @@ __device__ __forceinline__ StatusCode take_raw_codes(const PageRef& page, const 
 __device__ __forceinline__ void dequantize_lane(const PageRef& page, Component c,
                                                 const LaneSide& side, LaneValues& x) {
   const bool is_raw = page.layout->tile(c).type.is_raw();
+  const float scale = half_to_float(side.params.scale);
+  const float zero_point = half_to_float(side.params.zero_point);
 #pragma unroll
   for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
     const uint32_t code = side.codes[i / 4][i % 4];
-    const QuantParams p = side.params[i / 4][i % 4 / 2];
     x[i / 4][i % 4] = is_raw ? raw_to_float(page.raw_dtype, static_cast<uint16_t>(code))
-                             : dequantize(static_cast<int32_t>(code), half_to_float(p.scale),
-                                          half_to_float(p.zero_point));
+                             : dequantize(static_cast<int32_t>(code), scale, zero_point);
   }
 }
 

@@ -90,16 +90,18 @@ void scatter_entries(const SliceBooks& books, const uint16_t* entries, const Sli
   for (int32_t i = 0; i < blocks; ++i) {
     const int32_t f = dim_block_at(books.order, blocks, i), base = books.of[f]->base;
     for (int32_t c = 0; c < books.codes_per_fragment(); ++c) {
-      const uint16_t* of_streams = entries + c / places * streams;
       const int32_t shift = 6 + c % places * width;
-      for (int32_t s = 0; s < streams; ++s) {
+      for (int32_t s = 0; s < streams; s += kWarpLanes) {
         const int32_t in_lane = books.lane_code(s, c);
-        PairPosition at = pair_position(books.first().component, 0, f, in_lane / 2, s % kWarpLanes);
-        (key ? at.dim : at.token) += in_lane % 2;
-        if (at.token >= out.tokens || at.dim >= out.dims) continue;
-        const int32_t digit = of_streams[s] >> shift & ((1 << width) - 1);
-        out.codes[at.token * out.stride + at.dim] =
-            static_cast<int16_t>(base + (split ? 16 * digit : digit));
+        const uint16_t* of_lanes = entries + c / places * streams + s;
+        for (int32_t lane = 0; lane < kWarpLanes; ++lane) {
+          PairPosition at = pair_position(books.first().component, 0, f, in_lane / 2, lane);
+          (key ? at.dim : at.token) += in_lane % 2;
+          if (at.token >= out.tokens || at.dim >= out.dims) continue;
+          const int32_t digit = of_lanes[lane] >> shift & ((1 << width) - 1);
+          out.codes[at.token * out.stride + at.dim] =
+              static_cast<int16_t>(base + (split ? 16 * digit : digit));
+        }
       }
     }
     entries += books.symbols_per_fragment() * streams;

@@ -26,6 +26,30 @@ struct OpenSlice {
   uint32_t bounds[2 * kWarpLanes + 1] = {};  // coded modes, as in StreamSet, ascending
 };
 
+// What the headers of coded and of weighted blocks have in common.
+template <class Header>
+const char* check_block_fields(const Header& h) {
+  if (static_cast<int32_t>(h.mode) >= kNumBlockModes) return "unknown mode";
+  if (static_cast<int32_t>(h.component) > 1) return "unknown component";
+  if (h.tokens < 1 || h.tokens > kBlockTokens) return "tokens out of range";
+  if (h.dims < 1 || h.dims > kSliceDims) return "channels out of range";
+  return nullptr;
+}
+// The slice of a block but for its base and bounds.
+template <class Header, class Layout>
+void open_parts(const Header& h, const Layout& at, const uint8_t* bytes, OpenSlice* to) {
+  OpenSlice& slice = *to;
+  slice.mode = h.mode;
+  slice.component = h.component;
+  slice.tokens = h.tokens;
+  slice.dims = h.dims;
+  slice.streams_per_lane = h.streams_per_lane;
+  slice.low_plane = bytes + at.low_plane;
+  slice.payload = bytes + at.payload;
+  slice.exceptions = bytes + at.exceptions;
+  slice.exception_count = h.exceptions;
+}
+
 // Checks that zeros follow the exceptions up to the end of the block, and the last stream in its
 // word. Null where they do.
 const char* check_padding(const OpenSlice& slice, const uint8_t* end, const uint8_t* block_end);

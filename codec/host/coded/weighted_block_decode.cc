@@ -25,10 +25,7 @@ struct Block {
 // Fields that are wrong whatever the codebooks.
 const char* check_fields(const WeightedBlockHeader& h) {
   if (h.version != kWeightedBlockVersion) return "version is not 2";
-  if (static_cast<int32_t>(h.mode) >= kNumBlockModes) return "unknown mode";
-  if (static_cast<int32_t>(h.component) > 1) return "unknown component";
-  if (h.tokens < 1 || h.tokens > kBlockTokens) return "tokens out of range";
-  if (h.dims < 1 || h.dims > kSliceDims) return "channels out of range";
+  if (const char* wrong = check_block_fields(h)) return wrong;
   if (h.exponent_bits > kMaxExponentBits) return "exponents of more than 8 bits";
   if (h.length_bits > kMaxLengthBits) return "stream lengths of more than 12 bits";
   if (is_raw_mode(h.mode)) {
@@ -78,24 +75,15 @@ const char* open_block(const uint8_t* bytes, int64_t size, Block* block) {
   block->at = weighted_layout(h, 0);
   if (block->at.bytes > bytes_said) return "size disagrees with the fields";
   OpenSlice& slice = block->slice;
-  int32_t payload_bits = 0;
   if (!is_raw_mode(h.mode)) {
     if (const char* wrong = find_bounds(block)) return wrong;
-    payload_bits = static_cast<int32_t>(slice.bounds[kWarpLanes * h.streams_per_lane]);
-    block->at = weighted_layout(h, payload_bits);
+    const uint32_t payload_bits = slice.bounds[kWarpLanes * h.streams_per_lane];
+    block->at = weighted_layout(h, static_cast<int32_t>(payload_bits));
   }
   if (block->at.bytes != bytes_said) return "size disagrees with the fields";
   if (block_checksum(bytes, block->at.bytes) != h.checksum) return "checksum";
-  slice.mode = h.mode;
-  slice.component = h.component;
-  slice.tokens = h.tokens;
-  slice.dims = h.dims;
-  slice.streams_per_lane = h.streams_per_lane;
+  open_parts(h, block->at, bytes, &slice);
   slice.base = static_cast<int16_t>(h.base_or_books);
-  slice.low_plane = bytes + block->at.low_plane;
-  slice.payload = bytes + block->at.payload;
-  slice.exceptions = bytes + block->at.exceptions;
-  slice.exception_count = h.exceptions;
   return nullptr;
 }
 

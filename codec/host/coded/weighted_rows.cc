@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plain forms and the checks. The fast forms are in weighted_rows_simd.cc.
+// The plain forms of one token, and the checks. The fast forms are in weighted_rows_simd.cc.
 #include "codec/host/coded/weighted_rows.h"
 
 #include <string>
@@ -143,19 +143,6 @@ void dequantize_one(const ChannelScales& channels, int64_t position, float facto
     x[d] = weighted_value(codes[d], channels.mean[d], channels.scale[d], factor);
   }
   if (channels.rope != nullptr) redo_rope(*channels.rope, position, x);
-}
-
-Status token_exponents(Component component, const WeightedTokens& tokens, int32_t head_dim,
-                       const int8_t* importance, int8_t* exponents) {
-  return find_token_exponents(component, tokens, head_dim, importance, exponents, token_sum);
-}
-Status quantize_weighted(const WeightedRow& row, Component component, const WeightedTokens& tokens,
-                         const int8_t* exponents, int16_t* codes) {
-  return quantize_tokens(row, component, tokens, exponents, codes, quantize_one);
-}
-Status dequantize_weighted(const WeightedRow& row, Component component,
-                           const WeightedSource& source, float* x) {
-  return dequantize_tokens(row, component, source, x, dequantize_one);
 }
 
 }  // namespace reference

@@ -11,7 +11,8 @@
 //   5. encode_weighted_block() (codec/host/coded/weighted_block.h) for every 64 positions.
 // Reading goes through decode_weighted_block() and dequantize_weighted().
 //
-// The functions here have a plain form in namespace reference and a fast one with the same bits.
+// Token by token they have a plain form (codec/host/coded/weighted_rows_checks.h) and a fast one
+// with the same bits.
 #pragma once
 
 #include <cstdint>
@@ -88,14 +89,5 @@ struct WeightedFit {
 // null. kNonFinite, kOutOfRange (a mean beyond fp16), kInvalidArgument.
 Result<WeightedRow> fit_weighted_row(const WeightedFit& fit, int32_t head_dim,
                                      const WeightedTokens& keys, const RopeTable* rope);
-
-namespace reference {
-Status token_exponents(Component component, const WeightedTokens& tokens, int32_t head_dim,
-                       const int8_t* importance, int8_t* exponents);
-Status quantize_weighted(const WeightedRow& row, Component component, const WeightedTokens& tokens,
-                         const int8_t* exponents, int16_t* codes);
-Status dequantize_weighted(const WeightedRow& row, Component component,
-                           const WeightedSource& source, float* x);
-}  // namespace reference
 
 }  // namespace tierkv

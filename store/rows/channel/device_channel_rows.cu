@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "attention/channel/channel_launch.cuh"
+#include "attention/channel/channel_kernel.cuh"
 #include "attention/channel/channel_plan.h"
 #include "gpu/launch.cuh"
 #include "store/rows/channel/channel_rows.h"

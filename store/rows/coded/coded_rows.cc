@@ -10,6 +10,7 @@
 #include "codec/file/container_format.h"
 #include "codec/format/byte_cursor.h"
 #include "codec/format/element.h"
+#include "codec/format/errors.h"
 #include "codec/policy/profile.h"
 #include "store/rows/raw_tiles.h"
 
@@ -18,10 +19,6 @@ namespace {
 
 // Bytes of a block beside its codes, and how full pages are; measured, for estimates alone.
 constexpr double kTypicalOverhead = 110, kTypicalFill = 0.93;
-
-Status invalid(const std::string& why) {
-  return Status(StatusCode::kInvalidArgument, why);
-}
 
 bool is_step(double x) {
   return std::isfinite(x) && x >= 0 && x <= 1024;

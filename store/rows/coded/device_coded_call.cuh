@@ -207,9 +207,6 @@ __device__ __forceinline__ int32_t thread_of_grid() {
 __device__ __forceinline__ int32_t threads_of_grid() {
   return static_cast<int32_t>(gridDim.x * blockDim.x);
 }
-__device__ __forceinline__ int32_t warp_of_grid() {
-  return thread_of_grid() / kWarpLanes;
-}
 __device__ __forceinline__ int32_t warps_of_grid() {
   return threads_of_grid() / kWarpLanes;
 }

@@ -25,8 +25,4 @@ struct TiersCodes {
   const float* key_means = nullptr;
 };
 
-__device__ __forceinline__ int32_t warp_of_grid() {
-  return static_cast<int32_t>(blockIdx.x) * kTiersWarps + static_cast<int32_t>(threadIdx.x) / 32;
-}
-
 }  // namespace tierkv::store

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "codec/format/errors.h"
 #include "codec/policy/profile.h"
 #include "store/rows/tiers/tiers_rows.h"
 
@@ -12,13 +13,6 @@ namespace tierkv::store {
 namespace {
 
 constexpr size_t kMaxClasses = 4;
-
-Status invalid(const std::string& why) {
-  return Status(StatusCode::kInvalidArgument, why);
-}
-Status unsupported(const std::string& why) {
-  return Status(StatusCode::kUnsupported, why);
-}
 
 // As attention over classes takes them: codes, values with no more bits than keys.
 Status check_tier(const TierFormat& tier, int32_t head_dim) {

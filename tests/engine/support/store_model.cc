@@ -11,6 +11,7 @@
 #include "codec/format/element.h"
 #include "codec/format/weighted_step.h"
 #include "tests/engine/support/rounded_log.h"
+#include "tests/support/plain_weighted_rows.h"
 
 namespace tierkv::model {
 

@@ -270,7 +270,7 @@ TEST(AttentionCalls, SmallDevicePlanIsTheHostPlan) {
     ASSERT_CUDA(cudaMemcpy(items.data(),
                            static_cast<uint8_t*>(device.space().memory) + layout.items,
                            items.size() * sizeof(WorkItem), cudaMemcpyDeviceToHost));
-    AttentionRows rows;
+    RowsOf<1> rows;
     for (int32_t t = 0; t < 2; ++t) {
       const PageLayout page = *tier_layout(config, t);
       rows.tiers[t] = tier_source(page, world.table().side(t), device.grid.slot_bytes);

@@ -152,8 +152,8 @@ TEST(AttentionClasses, SmallPlanIsTheHostPlan) {
                            static_cast<uint8_t*>(device.space().memory) + layout.items,
                            items.size() * sizeof(WorkItem), cudaMemcpyDeviceToHost));
     for (int32_t layer = 0; layer < config.num_layers; ++layer) {
-      const ClassRows rows = config_rows<kMaxAttentionClasses>(config, device.grid, world.table(),
-                                                               world.call().batch, layer);
+      const RowsOf<kMaxAttentionClasses> rows = config_rows<kMaxAttentionClasses>(
+          config, device.grid, world.table(), world.call().batch, layer);
       const std::vector<WorkItem> expected =
           plan_items(rows, layer, device.grid.num_ctas, device.grid.warps_per_cta);
       for (int32_t i = 0; i < per_layer; ++i) {

@@ -2,6 +2,7 @@
 // The store in device memory beside the host's: equal bytes after random calls, attention that
 // agrees, captured steps, and what happens where pages run out.
 #include "tests/gpu/store/twin_calls.cuh"
+#include "tests/gpu/store/twin_queries.cuh"
 
 namespace tierkv::testing {
 namespace {
@@ -199,14 +200,14 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
 TEST_P(KvStoreTwins, SmallCountQueries) {
   KvTwins twins(twin_config(GetParam().choice), &rng_);
   ASSERT_TRUE(twins.is_made());
-  twins.expect_counted(std::min(150, GetParam().longest - 20));
+  expect_counted(&twins, std::min(150, GetParam().longest - 20));
 }
 
 TEST_P(KvStoreTwins, SmallTakeQueries) {
   for (const int32_t query_stride : {1, 16}) {
     KvTwins twins(twin_config(GetParam().choice), &rng_);
     ASSERT_TRUE(twins.is_made());
-    EXPECT_TRUE(twins.expect_queries(GetParam().longest - 20, query_stride));
+    EXPECT_TRUE(expect_queries(&twins, GetParam().longest - 20, query_stride));
   }
 }
 
@@ -215,11 +216,11 @@ TEST_P(KvStoreTwins, SmallHostileBodies) {
   ASSERT_TRUE(twins.is_made());
   twins.add();
   twins.extend({0}, GetParam().longest - 20);
-  const int32_t refused = twins.expect_hostile(0, 40);
+  const int32_t refused = expect_hostile(&twins, 0, 40);
   const bool is_coded = std::holds_alternative<CodedFormat>(GetParam().choice.format);
   EXPECT_TRUE(!is_coded || refused >= 20) << refused;
   twins.expect_equal();
-  twins.exchange(0);
+  exchange(&twins, 0);
   twins.expect_equal();
 }
 

@@ -17,9 +17,7 @@
 #include "codec/format/element.h"
 #include "tests/gpu/device_buffer.cuh"
 #include "tests/support/fresh_random.h"
-#include "tierkv/container.h"
 #include "tierkv/kv_store.h"
-#include "tierkv/significance.h"
 
 namespace tierkv::testing {
 
@@ -88,6 +86,7 @@ class KvTwins {
   int32_t pick(int32_t least, int32_t most) {
     return std::uniform_int_distribution<int32_t>(least, most)(rng_);
   }
+  std::mt19937& rng() { return rng_; }
   bool chance(double p) { return std::uniform_real_distribution<>(0, 1)(rng_) < p; }
 
   void add() {
@@ -116,6 +115,7 @@ class KvTwins {
     live_[i].cut_at = tokens;
   }
 
+  void leave_out_significances() { significant_ = 0; }
   // Half of the calls bring significances; without them what attention counts is all that decides.
   TwinTokens draw(size_t count, int32_t tokens) {
     const CacheLayout& l = config_.layout;
@@ -192,88 +192,6 @@ class KvTwins {
     expect_close(out, out_.read<uint16_t>(values), lse, lse_.read<float>(lines), dtype);
   }
 
-  // Attention that counts its queries, before each two of 16 more tokens than `tokens`: what was
-  // counted decides those that leave the window. No significances: a token that has one is decided
-  // whatever was counted of it. Measured with two stores in host memory, in 60 seeds of each of
-  // three shapes: if one counts nothing, more rows than the bound are decided in another way in 59
-  // or 60 seeds (with significances in 24 to 38). If its queries are rounded in another way, 3 are
-  // at most, in a tie: the first score that a row averages has a ratio of 1, which is alpha_high.
-  void expect_counted(int32_t tokens) {
-    significant_ = 0;
-    add();
-    const int32_t first = std::max(0, tokens - 100);
-    extend({0}, tokens);
-    int32_t others = 0;
-    for (int32_t i = 0; i < 8 && !::testing::Test::HasFatalFailure(); ++i) {
-      extend({0}, 2);
-      others += adopt(0, 0, first, tokens + 2 * i + 2);
-      attend({0}, 0, i % 2 == 0 ? 1 : 2, DType::kFloat16, true);
-      attend({0}, 1, 1, DType::kBFloat16, true);
-    }
-    EXPECT_LE(others, 2 * config_.layout.num_kv_heads);
-    expect_ok(device_->take_status());
-  }
-
-  // Sequences whose queries come along hold what they hold whose significances were found before.
-  // On the device alone, two sequences a call. Returns whether it differs from what they hold that
-  // come without.
-  bool expect_queries(int32_t tokens, int32_t query_stride) {
-    significant_ = 0;
-    const CacheLayout& l = config_.layout;
-    const TwinTokens x = draw(2, tokens);
-    std::normal_distribution<float> normal;
-    std::vector<uint16_t> q(static_cast<size_t>(2) * tokens * l.num_q_heads * l.head_dim);
-    for (uint16_t& e : q) e = float_to_raw(l.dtype, normal(rng_));
-    std::vector<std::vector<uint8_t>> held[3];
-    for (const int32_t way : {0, 1, 2}) {
-      SequenceId ids[2];
-      for (SequenceId& id : ids) id = *device_->add_sequence();
-      expect_ok(device_->begin({ids, 2}, tokens));
-      for (int32_t layer = 0; layer < l.num_layers; ++layer) {
-        LayerAppend a = call({ids, 2}, layer, tokens, x, this);
-        if (way == 0) a.q = put(&q_, q), a.query_stride = query_stride;
-        if (way == 1) a.significance = found_before(a, q, query_stride);
-        expect_ok(device_->append(a));
-      }
-      for (const SequenceId id : ids) {
-        held[way].push_back(*device_->export_sequence(id));
-        expect_ok(device_->release(id));
-      }
-    }
-    expect_ok(device_->take_status());
-    EXPECT_EQ(held[0], held[1]);
-    return held[0] != held[2];
-  }
-  // Finds the significances of the two sequences of a call by the public calls.
-  float* found_before(const LayerAppend& a, const std::vector<uint16_t>& q, int32_t query_stride) {
-    const CacheLayout& l = config_.layout;
-    const int32_t n = a.tokens;
-    SignificanceCall p;
-    p.q = put(&q_, q), p.k = a.k;
-    p.starts = put(&starts_, std::vector<int32_t>{0, n, 2 * n});
-    p.q_head_stride = p.k_head_stride = l.head_dim;
-    p.q_token_stride = int64_t{l.num_q_heads} * l.head_dim;
-    p.k_token_stride = int64_t{l.num_kv_heads} * l.head_dim;
-    p.num_sequences = 2, p.max_tokens = n, p.total_tokens = 2 * n;
-    p.num_q_heads = l.num_q_heads, p.num_kv_heads = l.num_kv_heads, p.head_dim = l.head_dim;
-    p.dtype = l.dtype, p.sm_scale = l.sm_scale, p.query_stride = query_stride;
-    const size_t values = static_cast<size_t>(2) * l.num_kv_heads * n;
-    float* const lse =
-        put(&lse_, std::vector<float>(static_cast<size_t>(2) * l.num_q_heads * n, NAN));
-    expect_ok(prompt_lse(p, lse, stream_));
-    expect_ok(prompt_significance(p, lse, put(&scores_, std::vector<float>(values, NAN)), stream_));
-    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-    const std::vector<float> found = scores_.read<float>(values);  // [num_kv_heads, 2, n]
-    std::vector<float> ordered(values);
-    for (int32_t i = 0; i < 2; ++i) {
-      for (int32_t h = 0; h < l.num_kv_heads; ++h) {
-        std::copy_n(found.begin() + (2 * h + i) * n, n,
-                    ordered.begin() + (i * l.num_kv_heads + h) * n);
-      }
-    }
-    return put(&scores_, ordered);
-  }
-
   // Every open sequence has the same bytes in both.
   void expect_equal() {
     for (const Live& x : live_) {
@@ -321,72 +239,6 @@ class KvTwins {
     EXPECT_TRUE(host_->release(live_[i].host));
     if (id) live_[i].host = *id;
     return others;
-  }
-
-  // A sequence of either store into both.
-  void exchange(size_t i) {
-    const auto bytes = chance(0.5) ? host_->export_sequence(live_[i].host)
-                                   : device_->export_sequence(live_[i].device);
-    ASSERT_TRUE(bytes);
-    const auto a = host_->import_sequence(bytes->data(), bytes->size());
-    // Half of the time out of pinned memory, which gets the bytes once more.
-    uint8_t* from = const_cast<uint8_t*>(bytes->data());
-    std::shared_ptr<void> pinned;
-    if (chance(0.5)) {
-      void* memory = nullptr;
-      ASSERT_EQ(cudaHostAlloc(&memory, bytes->size(), cudaHostAllocMapped), cudaSuccess);
-      pinned = {memory, [](void* p) { (void)cudaFreeHost(p); }};
-      from = static_cast<uint8_t*>(memory);
-      std::memset(from, 0xa5, bytes->size());
-      const auto room = [&](size_t size) { return size == bytes->size() ? from : nullptr; };
-      ASSERT_TRUE(device_->export_sequence(live_[i].device, room));
-      ASSERT_TRUE(std::equal(bytes->begin(), bytes->end(), from));
-    }
-    const auto b = device_->import_sequence(from, bytes->size());
-    ASSERT_TRUE(a) << a.status().message();
-    ASSERT_TRUE(b) << b.status().message();
-    live_.push_back({*a, *b, live_[i].tokens, live_[i].cut_at});
-  }
-
-  // Bodies that are damaged inside chunks whose checksums are right: both stores say the same, and
-  // a refused one leaves nothing behind. Returns how many were refused. There is a free slot.
-  int32_t expect_hostile(size_t i, int32_t tries) {
-    const auto bytes = host_->export_sequence(live_[i].host);
-    EXPECT_TRUE(bytes);
-    const auto reader = ContainerReader::from_bytes(*bytes, "sequence");
-    const auto chunks = static_cast<int32_t>(reader->chunks().size());
-    const int64_t free = device_->usage()->pages_free;
-    int32_t refused = 0;
-    for (int32_t t = 0; t < tries; ++t) {
-      int32_t victim = pick(0, chunks - 1);
-      while (reader->chunks()[victim].key.kind != ChunkKind::kStorePage) {
-        victim = (victim + 1) % chunks;
-      }
-      std::vector<ChunkBlock> blocks(1);
-      for (int32_t c = 0; c < chunks; ++c) {
-        std::vector<uint8_t> payload;
-        EXPECT_TRUE(reader->read(c, &payload));
-        if (c == victim && !payload.empty()) {
-          // Often near the end, where slots have no token.
-          const auto size = static_cast<int32_t>(payload.size());
-          payload[pick(chance(0.5) ? 0 : size - size / 8 - 1, size - 1)] ^= 1 << pick(0, 7);
-        }
-        blocks[0].add(reader->chunks()[c].key, payload);
-      }
-      const std::vector<uint8_t> bad = assemble_container(blocks);
-      const auto a = host_->import_sequence(bad.data(), bad.size());
-      const auto b = device_->import_sequence(bad.data(), bad.size());
-      EXPECT_EQ(a.status().code(), b.status().code());
-      EXPECT_EQ(a.status().message(), b.status().message());
-      if (a && b) {
-        EXPECT_EQ(*host_->export_sequence(*a), *device_->export_sequence(*b));
-      }
-      if (a) expect_ok(host_->release(*a));
-      if (b) expect_ok(device_->release(*b));
-      EXPECT_EQ(device_->usage()->pages_free, free);
-      refused += a ? 0 : 1;
-    }
-    return refused;
   }
 
   struct Ids {
@@ -512,7 +364,7 @@ class KvTwins {
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<KvStore> host_, device_;
   std::vector<Live> live_;
-  Buffer k_, v_, scores_, q_, starts_, out_, lse_, sinks_;
+  Buffer k_, v_, scores_, q_, out_, lse_, sinks_;
 };
 
 }  // namespace tierkv::testing

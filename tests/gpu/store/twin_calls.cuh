@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/gpu/store/kv_store_twins.cuh"
+#include "tests/gpu/store/twin_imports.cuh"
 
 namespace tierkv::testing {
 
@@ -23,7 +24,7 @@ inline void random_call(KvTwins* t, int32_t longest, DType dtype) {
   if (kind == 2 && !is_full) return t->fork(one);
   if (kind == 3) return t->truncate(one, t->pick(0, live[one].tokens));
   if (kind == 4) return t->truncate(one, std::max(0, live[one].tokens - t->pick(0, 12)));
-  if (kind == 5 && !is_full) return t->exchange(one);
+  if (kind == 5 && !is_full) return exchange(t, one);
   if (kind == 6) return t->expect_decoded(one, layer, dtype);
   std::vector<size_t> who = t->some();
   int32_t most = 0;

@@ -70,9 +70,6 @@ inline void start_emulated_copy(void* to, const void* from, uint32_t bytes) {
   emulated_copies().back().push_back(
       {static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes});
 }
-inline void start_copy_16(void* to, const void* from) {
-  start_emulated_copy(to, from, 16);
-}
 inline void copy_async_16(void* to, const void* from, bool present) {
   start_emulated_copy(to, present ? from : nullptr, 16);
 }

@@ -13,6 +13,9 @@ namespace tierkv {
 inline int32_t lane_index() {
   return emulator::cta().lane();
 }
+inline int32_t warp_of_grid() {
+  return static_cast<int32_t>((blockIdx.x * blockDim.x + threadIdx.x) / 32u);
+}
 inline StatusCode greater(StatusCode a, StatusCode b) {
   return a > b ? a : b;
 }
