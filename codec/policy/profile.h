@@ -34,8 +34,9 @@ struct RowProfile {
 
 // The vectors of a row by their names in files. Each row of a profile has equally many numbers.
 struct ProfileField {
+  using Member = std::vector<float> RowProfile::*;
   const char* name;
-  std::vector<float> RowProfile::*field;
+  Member field;
   bool optional, matrix;
 };
 inline constexpr ProfileField kProfileFields[] = {

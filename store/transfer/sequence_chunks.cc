@@ -134,9 +134,11 @@ Status check_model(const StoreConfig& config, std::span<const uint8_t> bytes) {
 Status check_counts(const StoreConfig& config, const TokenLaws& laws,
                     const std::vector<LayerTokens>& layers) {
   for (const LayerTokens& at : layers) {
-    const bool possible = at.tokens == layers[0].tokens && at.tokens >= 0 && at.body_end >= 0 &&
-                          at.body_end <= at.tokens && at.body_end % laws.unit_tokens == 0 &&
-                          ring_count(laws, at) <= most_in_ring(laws);
+    const bool possible =
+        at.tokens == layers[0].tokens && at.tokens >= 0 && at.body_end >= 0 &&
+        at.body_end <= at.tokens && at.body_end % laws.unit_tokens == 0 &&
+        ring_count(laws, at) <= most_in_ring(laws) &&
+        (at.body_end > 0 || at.tokens < laws.cut_tokens || body_end_at(laws, 0, at.tokens) == 0);
     if (!possible) return corrupt("its counts are impossible");
     if (at.tokens > config.max_tokens) {
       return Status(StatusCode::kOutOfRange,

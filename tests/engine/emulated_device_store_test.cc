@@ -258,6 +258,41 @@ TEST_F(EmulatedDeviceStore, RefusesWhatComesLate) {
   exchange(&t, 0);
   t.expect_equal();
 }
+// A layer whose codebooks got no pages takes those that come with a sequence.
+TEST_F(EmulatedDeviceStore, ImportsWhereCodebooksWereRefused) {
+  TwinChoice choice;
+  choice.num_layers = 4;
+  choice.max_tokens = 1500;
+  choice.memory_bytes = 128 << 20;
+  KvTwins from(twin_config(choice), &rng_);
+  ASSERT_TRUE(from.is_made());
+  from.add();
+  from.extend({0}, 400);
+  const auto bytes = from.host().export_sequence(from.live()[0].host);
+  ASSERT_TRUE(bytes);
+  const TwinTokens x = from.draw(1, 1500);
+  // Memory in which pages run out behind the second layer.
+  int32_t refused = 0;
+  for (int64_t memory = 1 << 20; refused < 2; memory += 1 << 16) {
+    refused = 0;
+    StoreConfig config = twin_config(choice);
+    config.memory_bytes = memory;
+    const auto store = KvStore::create_device(config, from.stream());
+    if (!store) continue;
+    const SequenceId id = *(*store)->add_sequence();
+    if (!(*store)->begin({&id, 1}, 1500)) continue;
+    Status s = Status::ok();
+    while (s && refused < choice.num_layers) {
+      s = (*store)->append(from.call({&id, 1}, refused, 1500, x, nullptr));
+      refused += s ? 1 : 0;
+    }
+    ASSERT_EQ(s.code(), StatusCode::kOutOfPages) << "of " << memory << " bytes";
+    if (refused < 2) continue;
+    ASSERT_TRUE((*store)->release(id));
+    const auto came = (*store)->import_sequence(bytes->data(), bytes->size());
+    EXPECT_TRUE(came) << came.status().message();
+  }
+}
 // Long enough for several threads; pages of the second sequence lie behind those of the first.
 TEST_F(EmulatedDeviceStore, LongSequencesComeAndGo) {
   TwinChoice choice;

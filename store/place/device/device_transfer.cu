@@ -214,6 +214,7 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
       fits ? bring(slot, parts)
            : Status(StatusCode::kOutOfRange, "a body is larger than its table's pages");
   if (fits && brought.code() != StatusCode::kCorrupt) return brought;
+  if (Status s = link_->finish(); !s) return s;  // which may still read states of the mirror
   const auto named = mirror_->plan_imports(0, parts, false);
   return named ? brought : named.status();
 }
@@ -281,11 +282,16 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
   const OnDevice on_device;
   std::mutex mutex;
   std::vector<PageRanges> ranges(num_layers);
+  std::vector<bool> is_placed(num_layers);
   int64_t next = 0;
   const auto give = [&](int64_t layer) {
     const int32_t checked = link_->end_layer();
     const uint8_t* const at = parts.raw[layer * heads].data();
-    Status sent = link_->receive(slot, parts.layers[layer], at, std::move(ranges[layer]), prunes_);
+    const PageRange state = {from.imports[layer].layer.state,
+                             view_.slots.state(slot, static_cast<int32_t>(layer)),
+                             layout_.layer_bytes - layout_.raw_bytes};
+    Status sent =
+        link_->receive(slot, parts.layers[layer], at, std::move(ranges[layer]), state, prunes_);
     const int32_t count = link_->end_layer() - checked;
     if (!sent || count == 0) return sent;
     return format_->check_imported(std::span(from.layers).subspan(checked, count), counts,
@@ -294,14 +300,13 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
   Status s = try_parallel_for(num_layers, threads, [&](int64_t layer) {
     const HostPlace::LayerImport& import = from.imports[layer];
     PageRanges placed = mirror_->format()->place_import(import.layer, *import.plan);
-    placed.push_back({import.layer.state, view_.slots.state(slot, import.layer.layer),
-                      layout_.layer_bytes - layout_.raw_bytes});
     const uint8_t* const bytes = parts.raw[layer * heads].data();
     const int64_t size = padded_bytes(sizes.subspan(2 * layer * heads, 2 * heads));
     if (!from.is_direct) std::copy_n(bytes, size, from.pinned + (bytes - first));
     const std::lock_guard<std::mutex> lock(mutex);
     ranges[layer] = std::move(placed);
-    while (next < num_layers && !ranges[next].empty()) {
+    is_placed[layer] = true;
+    while (next < num_layers && is_placed[next]) {
       const int64_t given = std::exchange(next, num_layers);  // the last one where it fails
       if (Status sent = on_device([&] { return give(given); }); !sent) return sent;
       next = given + 1;

@@ -280,7 +280,7 @@ Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const Exported
 }
 
 Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
-                             bool can_prune) {
+                             const PageRange& state, bool can_prune) {
   uint8_t* const to = join(slot, at);
   moves_.back().can_prune = can_prune;
   const ChecksumChunk* const parts = moves_.back().parts;
@@ -296,6 +296,7 @@ Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from, 
       range.from = *mapped;
     }
   }
+  ranges.push_back(state);
   return add_ranges(ranges);
 }
 

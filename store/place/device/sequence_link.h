@@ -43,9 +43,9 @@ class SequenceLink {
   // bodies: [num_kv_heads].
   Status send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies);
   // `from`: where the caller has the layer's parts, whose ranges come over the link; what ranges
-  // find elsewhere is copied.
+  // find elsewhere is copied. state: of the layer, in pinned memory that stays until finish().
   Status receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
-                 bool can_prune);
+                 const PageRange& state, bool can_prune);
   // The layers before this one are enqueued; where they come, what the stream does next finds them.
   int32_t end_layer() const { return group_ == 0 ? 0 : groups_[group_ - 1].end_layer; }
   // Where kernels that look at what came tell the least import_fault() until finish(). Device

@@ -50,7 +50,7 @@ class PlannedCodedRows : public AttendedCodedRows {
 
   Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     planned_ = host_plan(works);
-    made_.clear();  // those of a call that got no pages
+    forget_books();
     if (Status s = prepare(works); !s) return s;
     Result<CodedCall> made = planned_call(works);
     if (!made) return made.status();
@@ -114,6 +114,12 @@ class PlannedCodedRows : public AttendedCodedRows {
       return Status(StatusCode::kInvalidArgument, "coded rows: a call of too many blocks");
     }
     return call;
+  }
+
+  // Codebooks of a call that got no pages.
+  void forget_books() {
+    for (const auto& [layer, books] : made_) clear_books(layer);
+    made_.clear();
   }
 
  private:

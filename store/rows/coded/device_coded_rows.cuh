@@ -189,6 +189,8 @@ class DeviceCodedRows final : public PlannedCodedRows {
   // layers are on their way meanwhile, so what counts is how soon these are over.
   Status check_imported(std::span<const HostLayer> imported, const LayerTokens* counts,
                         int32_t* fault) override {
+    forget_books();  // the kernel decodes with what a layer has
+    if (Status s = tell_layers(); !s) return s;
     WeightedDecode decode;
     decode.bytes = device_.view.pages.base;
     decode.size = device_.pool_bytes;

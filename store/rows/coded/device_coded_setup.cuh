@@ -345,7 +345,16 @@ class CodedMemory : public DeviceRowFormat {
     host_->set_books(layer, books);
     host_layers_[layer].is_ready = per_slot_ ? 0 : 1;
   }
-  Status upload_layers() { return upload(device_layers_, host_layers_); }
+  Status upload_layers() {
+    told_layers_ = true;
+    return upload(device_layers_, host_layers_);
+  }
+  // The layer has no books; tell_layers() tells the kernels.
+  void clear_books(int32_t layer) {
+    for (DeviceBook& book : host_layers_[layer].books) book = {};
+    told_layers_ = false;
+  }
+  Status tell_layers() { return told_layers_ ? Status::ok() : upload_layers(); }
 
   StoreConfig config_;
   CodedRows* host_;
@@ -368,6 +377,7 @@ class CodedMemory : public DeviceRowFormat {
   uint32_t* book_words_ = nullptr;
   uint16_t* book_cheapest_ = nullptr;
   std::vector<DeviceLayer> host_layers_;
+  bool told_layers_ = true;                 // the device has host_layers_
   std::vector<DeviceCodebook> host_books_;  // [layers, 2]: what books_ holds
 };
 
