@@ -91,8 +91,8 @@ __device__ __forceinline__ float2 unpack_elements(bool is_bfloat16, uint32_t wor
   return is_bfloat16 ? unpack_bfloats(word) : unpack_halves(word);
 }
 
-// Exponents of the values of a staged tile, whose exponents are those of importance so far. Half a
-// warp takes a token: the partial sums 2 (l % 16) and 2 (l % 16) + 1 of sum_of_squares().
+// Exponents of the values of a staged tile, whose exponents are those of importance so far; those
+// of coded tokens are decided. Half a warp takes a token: the partial sums 2 (l % 16) and 2 (l % 16) + 1 of sum_of_squares().
 template <int32_t kDims>
 __device__ __forceinline__ void find_value_exponents(const WeightedBlockJob& job, int32_t tile,
                                                      const uint8_t* stage, int8_t* exponents,
@@ -101,8 +101,9 @@ __device__ __forceinline__ void find_value_exponents(const WeightedBlockJob& job
   const int32_t half = lane_index() / 16, column = lane_index() % 16;
   const auto row_of = [&](int32_t j) { return j % 4 + j / 4 * 8 + half * 4; };
   float mine = 0;
+  const int32_t rounds = (tile + 1) * kTileTokens <= job.coded ? 0 : kTileTokens / 2;
 #pragma unroll 2
-  for (int32_t j = 0; j < kTileTokens / 2; ++j) {
+  for (int32_t j = 0; j < rounds; ++j) {
     const uint8_t* words = stage + row_of(j) * stage_pitch(kDims) + 4 * column;
     float sum[2] = {};
 #pragma unroll

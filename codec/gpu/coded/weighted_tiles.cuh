@@ -37,7 +37,8 @@ struct TileReader {
   const int8_t* exponents;
   const uint8_t* row;  // of the matrix loads
   int32_t tile, quarter;
-  bool is_bfloat16, is_special;  // some tokens are coded already, or there are fewer than 16
+  bool is_bfloat16, is_coded;  // all tokens are coded already
+  bool is_special;             // some are, or there are fewer than 16
   int32_t token[2];              // rows of the stage: keys by r % 2, values by r / 2 the first
   float factor[2][2];  // keys: 1 / f(e) by r % 2; values: times 1 / scale, by r / 2 and half
 
@@ -52,6 +53,7 @@ struct TileReader {
     row = stage + (l % 8 + 8 * (kKey ? i % 2 : i / 2)) * kPitch + 16 * (kKey ? i / 2 : i % 2);
     is_bfloat16 = job.dtype == DType::kBFloat16;
     const int32_t first = tile * kTileTokens;
+    is_coded = first + kTileTokens <= job.coded;
     is_special = first < job.coded || first + kTileTokens > job.tokens;
     const float* factors = memory.warp->inverse_factors + first;
     const float inverse = kKey ? 1.0f : QuickCode::inverse_of(job.scales[0]);
@@ -85,7 +87,6 @@ struct TileReader {
                                               float (&y)[kPairsPerFragment][2],
                                               QuickFragment& codes) const {
     float off[kPairsPerFragment][2];
-    bool sure = true;
 #pragma unroll
     for (int32_t n = 0; n < 2; ++n) {  // r / 2
       KeyChannels c;
@@ -101,11 +102,16 @@ struct TileReader {
         const QuickCode quick = QuickCode::of(y[r][h], inverse);
         codes[r][h] = quick.bits;
         off[r][h] = quick.off;
-        sure &= quick.off < kSureOff;
       }
     }
+    if (is_special) mark_special(words, codes, off);
+    bool sure = true;
+#pragma unroll
+    for (int32_t i = 0; i < 2 * kPairsPerFragment; ++i) sure &= off[i / 2][i % 2] < kSureOff;
     if (!sure) resolve(f, y, off, codes);
-    if (is_special) mark_special(words, codes);
+  }
+  __device__ __forceinline__ static uint32_t bits_of_code(uint32_t word, int32_t h) {
+    return kQuickBits + static_cast<uint32_t>(int32_t{static_cast<int16_t>(word >> (16 * h))});
   }
   // Little code, because it is seldom in the instruction cache.
   __device__ __forceinline__ void resolve(int32_t f, const float (&y)[kPairsPerFragment][2],
@@ -139,16 +145,17 @@ struct TileReader {
   __device__ __forceinline__ int32_t token_of(int32_t r, int32_t h) const {
     return kKey ? token[r % 2] : token[r / 2] + h;
   }
+  // Leaves no doubt about those of padding and of coded tokens, whose elements mean no numbers.
   __device__ __forceinline__ void mark_special(const uint32_t (&words)[kPairsPerFragment],
-                                               QuickFragment& codes) const {
+                                               QuickFragment& codes,
+                                               float (&off)[kPairsPerFragment][2]) const {
 #pragma unroll
     for (int32_t i = 0; i < 2 * kPairsPerFragment; ++i) {
       const int32_t r = i / 2, h = i % 2, t = tile * kTileTokens + token_of(r, h);
       if (t >= job.tokens) {
-        codes[r][h] = kPaddingBits;
+        codes[r][h] = kPaddingBits, off[r][h] = 0;
       } else if (t < job.coded) {
-        codes[r][h] =
-            kQuickBits + static_cast<uint32_t>(int32_t{static_cast<int16_t>(words[r] >> (16 * h))});
+        codes[r][h] = bits_of_code(words[r], h), off[r][h] = 0;
       }
     }
   }
@@ -160,7 +167,8 @@ struct TileReader {
 };
 
 // take(f of the slice, codes) of a tile's fragments in the order of the streams. turn(f, y) changes
-// the values of a fragment, whose number in the slice is f, before they are coded.
+// the values of a fragment, whose number in the slice is f, before they are coded. Tiles that are
+// coded already need none of the arithmetic.
 template <int32_t kDims, bool kKey, class Turn, class Take>
 __device__ __forceinline__ void take_fragments(const TileReader<kDims, kKey>& tile, int32_t slice,
                                                const Turn& turn, const Take& take) {
@@ -171,12 +179,19 @@ __device__ __forceinline__ void take_fragments(const TileReader<kDims, kKey>& ti
     const int32_t f = dim_block_at(kOrder, Slices::kBlocks, i),
                   of_head = slice * Slices::kBlocks + f;
     uint32_t words[kPairsPerFragment];
-    float y[kPairsPerFragment][2];
     tile.load(of_head, words);
-    tile.unpack(words, y);
-    turn(f, y);
     QuickFragment codes;
-    tile.quick_codes(of_head, words, y, codes);
+    if (tile.is_coded) {
+#pragma unroll
+      for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+        codes[r][0] = tile.bits_of_code(words[r], 0), codes[r][1] = tile.bits_of_code(words[r], 1);
+      }
+    } else {
+      float y[kPairsPerFragment][2];
+      tile.unpack(words, y);
+      turn(f, y);
+      tile.quick_codes(of_head, words, y, codes);
+    }
     take(f, codes);
   }
 }
@@ -275,7 +290,7 @@ template <int32_t kDims, bool kKey, class Take>
 __device__ __forceinline__ void take_tile(const TileReader<kDims, kKey>& tile, RopeWay way,
                                           int32_t slice, const Take& take) {
   if constexpr (kKey) {
-    if (way == RopeWay::kFolded) {
+    if (way == RopeWay::kFolded && !tile.is_coded) {
       if constexpr (SlicesOf<kDims>::kCount == 1) {
         return take_folded<kDims>(tile, take);
       } else {
