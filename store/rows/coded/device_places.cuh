@@ -8,8 +8,9 @@
 namespace tierkv::store {
 
 // One CTA, a warp for a layer: what is written of its entries, from which place on, and the lists.
+// Bound: latency. Loads that do not need each other are in flight together.
 struct OpenEntries {
-  static constexpr int32_t kThreads = 512;
+  static constexpr int32_t kThreads = 1024;
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
@@ -17,15 +18,24 @@ struct OpenEntries {
       open_layer(l);
     }
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    *call.left = 0;
-    call.list_begins[0] = 0;
-    for (int32_t l = 0; l < call.works.num_layers; ++l) {
-      call.list_begins[l + 1] += call.list_begins[l];
-    }
+    if (threadIdx.x < kWarpLanes) add_up();
   }
 
  private:
+  // Counts of layers become ends. By a warp.
+  __device__ void add_up() const {
+    int32_t* const ends = call.list_begins + 1;
+    int32_t before = 0;
+    for (int32_t first = 0; first < call.works.num_layers; first += kWarpLanes) {
+      const int32_t l = first + lane_index();
+      const int32_t cells = l < call.works.num_layers ? ends[l] : 0;
+      int32_t all = 0;
+      const int32_t end = before + sum_before(cells, &all) + cells;
+      if (l < call.works.num_layers) ends[l] = end;
+      before += all;
+    }
+    if (lane_index() == 0) *call.left = 0, call.list_begins[0] = 0;
+  }
   __device__ void open_layer(int32_t l) const {
     int32_t* const list = call.lists + int64_t{l} * call.layer_cells();
     int32_t listed = 0;
@@ -37,7 +47,8 @@ struct OpenEntries {
       int32_t all = 0;
       draft.listed = listed + sum_before(cells, &all);
       if (i < call.works.count) call.entries[i * call.works.num_layers + l] = draft;
-      for (int32_t j = 0; j < least(kWarpLanes, call.works.count - first); ++j) {
+      for (uint32_t left = __ballot_sync(kFullWarp, cells > 0); left != 0; left &= left - 1) {
+        const int32_t j = lowest_bit(left);
         const int32_t of_lane = __shfl_sync(kFullWarp, cells, j);
         const int32_t to = __shfl_sync(kFullWarp, draft.listed, j);
         for (int32_t b = lane_index(); b < of_lane; b += kWarpLanes) {
@@ -51,22 +62,24 @@ struct OpenEntries {
   __device__ EntryDraft open(int32_t e) const {
     const CodedDevice& device = call.device;
     const LayerTokens from = call.works.from[e], to = call.works.to[e];
+    const auto [sequence, slot, layer] = call.works.entry(e);
     EntryDraft d;
     if (to.body_end <= from.body_end) return d;
-    const auto [sequence, slot, layer] = call.works.entry(e);
+    const int32_t full = from.body_end / kBlockTokens, row = device.view.pages.row(slot, layer, 0);
     const uint32_t hint = call.hints == nullptr ? 0 : call.hints[e];
+    const int32_t is_ready = device.layers[layer].is_ready, is_raw = device.layers[layer].is_raw;
     const bool fixed = device.is_fixed(slot, layer);
-    const bool becomes_fixed =
-        (hint & kFixesEntry) != 0 || (device.layers[layer].is_ready != 0 && from.body_end == 0);
-    const bool coded = device.layers[layer].is_raw == 0 && (fixed || becomes_fixed);
+    const auto end = static_cast<int32_t>(full == 0 ? 0 : device.ends(slot, layer)[full - 1]);
+    const int32_t held = device.view.pages.allocator.tokens[row].of[0];
+    const bool becomes_fixed = (hint & kFixesEntry) != 0 || (is_ready != 0 && from.body_end == 0);
+    const bool coded = is_raw == 0 && (fixed || becomes_fixed);
     d.form = coded ? EntryForm::kCoded : EntryForm::kRaw;
     d.was_fixed = fixed ? 1 : 0;
-    d.first_block = coded && !fixed ? 0 : from.body_end / kBlockTokens;
+    d.first_block = coded && !fixed ? 0 : full;
     d.end_block = block_count(to.body_end);
     (fixed ? d.coded : d.waited) = from.body_end;
-    d.begin =
-        d.first_block == 0 ? 0 : static_cast<int32_t>(device.ends(slot, layer)[d.first_block - 1]);
-    if ((hint & kRewritesEntry) == 0) d.begin = private_begin(slot, layer, d.begin);
+    d.begin = d.first_block == 0 ? 0 : end;
+    if ((hint & kRewritesEntry) == 0) d.begin = private_begin(row, d.begin, held);
     if (d.end_block - d.first_block > call.blocks) {
       report_fault(device.fault, {StatusCode::kInvalidArgument, slot, layer, 0});
       d.failed = 1;
@@ -74,11 +87,10 @@ struct OpenEntries {
     return d;
   }
   // Old blocks are written over unless another sequence reads their pages: then the new ones go
-  // behind them.
-  __device__ int32_t private_begin(int32_t slot, int32_t layer, int32_t begin) const {
+  // behind the `held` units of the row.
+  __device__ int32_t private_begin(int32_t row, int32_t begin, int32_t held) const {
     const PagesView& pages = call.device.view.pages;
-    const int32_t row = pages.row(slot, layer, 0), units = call.device.shape.page_units;
-    const int32_t held = pages.allocator.tokens[row].of[0];
+    const int32_t units = call.device.shape.page_units;
     for (int32_t p = begin / units; p * units < held; ++p) {
       if (is_frozen(pages.allocator, page_at(pages.allocator, row, 0, p))) return held;
     }
