@@ -316,8 +316,12 @@ __device__ inline void load_book(const WeightedDecode& call, DecodeBook* to, uin
                       (book.streams_per_lane == 1 || book.streams_per_lane == 2) &&
                       book.max_length >= 1 && book.max_length <= call.book.max_length;
   const PairBase base{book.base};
-  for (int32_t i = thread; usable && i < 1 << book.max_length; i += threads) {
-    reinterpret_cast<uint32_t*>(region)[i] = base.shared_entry(book.table[i]);
+  const uint32_t* const table = book.table;
+  const int32_t entries = usable ? 1 << book.max_length : 0;
+  // Loads that stores do not hold back.
+#pragma unroll 8
+  for (int32_t i = thread; i < entries; i += threads) {
+    reinterpret_cast<uint32_t*>(region)[i] = base.shared_entry(__ldg(table + i));
   }
   if (thread == 0) *to = {book, usable};
   __syncthreads();

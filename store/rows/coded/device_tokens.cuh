@@ -354,10 +354,11 @@ struct DecodeOldBlocks : CallWork {
     const auto finish = [&](int32_t first_dim, int32_t slice_dims, int32_t tile,
                             const int16_t* codes) {
       const int32_t here = least(kTileTokens, tokens - tile * kTileTokens);
-      for (int32_t i = lane_index(); i < here * slice_dims; i += kWarpLanes) {
-        const int32_t t = i / slice_dims, d = i % slice_dims;
-        to[(tile * kTileTokens + t) * dims + first_dim + d] =
-            static_cast<uint16_t>(codes[t * kTileStride + d]);
+      const auto octets = static_cast<uint32_t>(slice_dims) / 8;
+      for (auto i = static_cast<uint32_t>(lane_index()); i < here * octets; i += kWarpLanes) {
+        const auto t = static_cast<int32_t>(i / octets), d = static_cast<int32_t>(i % octets) * 8;
+        *reinterpret_cast<uint4*>(to + (tile * kTileTokens + t) * dims + first_dim + d) =
+            *reinterpret_cast<const uint4*>(codes + t * kTileStride + d);
       }
       if (first_dim == 0 && tile == 0) put_exponents(memory.block, tokens, words);
     };
