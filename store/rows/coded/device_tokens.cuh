@@ -18,19 +18,6 @@ TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Compone
   return *reinterpret_cast<const uint16_t*>(tiles + raw_tile_byte(head_dim, c, t, d));
 }
 
-// Where an element of a raw token is that is no sink and not in the chunk.
-TKV_HD const uint8_t* token_element(const CodedCall& call, const CellOf& cell, Component c,
-                                    int32_t kv_head, int32_t position, int32_t d) {
-  if (position < call.entries[cell.entry].waited) {
-    const int32_t t = position - call.device.shape.first_of(cell.block);
-    return old_block(call, cell, kv_head, c) + kBlockTokens +
-           raw_tile_byte(call.head_dim(), c, t, d);
-  }
-  const RawLayout& raw = call.device.view.raw;
-  return call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes +
-         raw.ring_byte(c, position, d);
-}
-
 // As RawTokens::importance().
 TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell, int32_t kv_head,
                                       int32_t position) {
@@ -101,27 +88,26 @@ struct GatherTokens : CallWork {
     const int32_t dims = call.head_dim(), first = most(at.first, draft.coded);
     const auto threads = static_cast<int32_t>(blockDim.x);
     const int32_t apart = least(at.end, most(first, call.works.from[cell.entry].tokens));
+    const int32_t ring_first = most(first, draft.waited);
+    if (first < draft.waited) {
+      copy_tiles(row, at.first, {first, least(draft.waited, at.end)}, at.first,
+                 [&](Component c, int32_t p) {
+                   return old_block(call, cell, kv_head, c) + kBlockTokens +
+                          raw_tile_byte(dims, c, p - at.first, 0);
+                 });
+    }
+    if (ring_first < apart) {
+      const RawLayout& raw = call.device.view.raw;
+      const uint8_t* const ring =
+          call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes;
+      copy_tiles(row, at.first, {ring_first, apart}, 0,
+                 [&](Component c, int32_t p) { return ring + raw.ring_byte(c, p, 0); });
+    }
     int32_t largest = 0;
     for (const Component c : {Component::kKey, Component::kValue}) {
-      uint16_t* const to = call.staged(c, row) + (first - at.first) * dims;
-      constexpr int32_t kLoads = 4;  // in flight
-      const int32_t held = (apart - first) * dims;
-      for (int32_t i = thread; i < held; i += kLoads * threads) {
-        uint16_t x[kLoads];
-#pragma unroll
-        for (int32_t n = 0; n < kLoads; ++n) {
-          const int32_t at = least(i + n * threads, held - 1);
-          x[n] = *reinterpret_cast<const uint16_t*>(
-              token_element(call, cell, c, kv_head, first + at / dims, at % dims));
-        }
-#pragma unroll
-        for (int32_t n = 0; n < kLoads; ++n) {
-          if (i + n * threads < held) to[i + n * threads] = x[n];
-        }
-      }
-      if (apart == at.end) continue;
-      largest =
-          most(largest, copy_chunk(cell, c, kv_head, {apart, at.end}, to + (apart - first) * dims));
+      if (apart == at.end) break;
+      uint16_t* const to = call.staged(c, row) + (apart - at.first) * dims;
+      largest = most(largest, copy_chunk(cell, c, kv_head, {apart, at.end}, to));
     }
     const StatusCode code = code_of_magnitude(call.works.chunk.dtype, largest);
     if (code != StatusCode::kOk) {
@@ -151,10 +137,46 @@ struct GatherTokens : CallWork {
   }
 
  private:
-  __device__ int32_t heads() const {
-    return call.heads();
-  }
+  __device__ int32_t heads() const { return call.heads(); }
 
+  // Positions of raw tiles, the first of which begins at `origin` or a multiple of 16 behind it.
+  // tile_at(component, position of its first token). A warp turns fragments of 16 channels into
+  // rows.
+  template <class TileAt>
+  __device__ void copy_tiles(int32_t row, int32_t first_of_block, Positions range, int32_t origin,
+                             const TileAt& tile_at) const {
+    const int32_t dims = call.head_dim(), fragments = dims / kDimBlock;
+    const int32_t first = range.first - (range.first - origin) % kTileTokens;
+    const int32_t count = tile_count(range.end - first) * fragments;
+    const auto warps = static_cast<int32_t>(blockDim.x / 32u);
+    for (auto i = static_cast<int32_t>(threadIdx.x / 32u); i < count; i += warps) {
+      const int32_t tile = first + i / fragments * kTileTokens, f = i % fragments;
+      uint4 x[2];  // in flight together
+#pragma unroll
+      for (int32_t c = 0; c < 2; ++c) {
+        const uint8_t* const bytes = tile_at(static_cast<Component>(c), tile);
+        x[c] = reinterpret_cast<const uint4*>(bytes)[f * kWarpLanes + lane_index()];
+      }
+#pragma unroll
+      for (int32_t n = 0; n < 2 * kPairsPerFragment; ++n) {
+        const auto c = static_cast<Component>(n / kPairsPerFragment);
+        const int32_t r = n % kPairsPerFragment;
+        const uint4& of = x[n / kPairsPerFragment];
+        const uint32_t word = r == 0 ? of.x : r == 1 ? of.y : r == 2 ? of.z : of.w;
+        const PairPosition at = pair_position(c, 0, f, r, lane_index());
+        const int32_t p = tile + at.token;
+        uint16_t* const to = call.staged(c, row) + (p - first_of_block) * dims + at.dim;
+        const bool is_first_in = p >= range.first && p < range.end;
+        if (c == Component::kKey) {
+          if (is_first_in) *reinterpret_cast<uint32_t*>(to) = word;
+        } else {
+          if (is_first_in) to[0] = static_cast<uint16_t>(word);
+          if (p + 1 >= range.first && p + 1 < range.end)
+            to[dims] = static_cast<uint16_t>(word >> 16);
+        }
+      }
+    }
+  }
   // Returns the largest magnitude of what the thread copied.
   __device__ int32_t copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
                                 uint16_t* to) const {
