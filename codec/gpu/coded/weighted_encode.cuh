@@ -58,28 +58,38 @@ TKV_HD int32_t longest_word(const WeightedEncode& call) {
                                                              : call.books[1].max_length;
 }
 
-// Both codebooks and their words into the CTA's memory, by all of its threads.
-__device__ inline void load_books(const WeightedEncode& call, uint8_t* shared) {
-  auto* const books = reinterpret_cast<SharedBook*>(shared);
-  auto* const words = reinterpret_cast<uint32_t*>(shared + kBooksBytes);
-  const auto thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
+// A codebook and its words into the CTA's memory, by thread `thread` of `threads`.
+__device__ __forceinline__ void load_encoder_book(const WeightedEncode& call, int32_t c,
+                                                  int32_t thread, int32_t threads,
+                                                  uint8_t* shared) {
+  auto* const words = reinterpret_cast<uint32_t*>(shared + kBooksBytes) + c * kMaxSymbols;
+  const DeviceCodebook book = *call.books[c].codebook;
+  const bool usable = (book.streams_per_lane == 1 || book.streams_per_lane == 2) &&
+                      book.mode == BlockMode::kPair &&
+                      book.component == static_cast<Component>(c) && book.levels >= 2 &&
+                      book.levels <= 32 && book.max_length <= call.books[c].max_length;
+  const int32_t symbols = usable ? min(book.levels * book.levels, kMaxSymbols) : 0;
+  // Loads that stores do not hold back.
+#pragma unroll 4
+  for (int32_t i = thread; i < symbols; i += threads) words[i] = __ldg(book.words + i);
+  if (thread != 0) return;
+  const bool is_narrow = book.base >= -kMostSureCode && book.base <= kMostSureCode &&
+                         book.base + book.levels - 1 <= kMostSureCode;
   const int32_t second_row = stream_rows(call.rows.head_dim, longest_word(call)) / 2;
-  for (int32_t c = 0; c < 2; ++c) {
-    const DeviceCodebook& book = *call.books[c].codebook;
-    const bool usable = (book.streams_per_lane == 1 || book.streams_per_lane == 2) &&
-                        book.mode == BlockMode::kPair &&
-                        book.component == static_cast<Component>(c) && book.levels >= 2 &&
-                        book.levels <= 32 && book.max_length <= call.books[c].max_length;
-    const int32_t symbols = usable ? min(book.levels * book.levels, kMaxSymbols) : 0;
-    for (int32_t i = thread; i < symbols; i += threads) words[c * kMaxSymbols + i] = book.words[i];
-    if (thread != 0) continue;
-    const bool is_narrow = book.base >= -kMostSureCode && book.base <= kMostSureCode &&
-                           book.base + book.levels - 1 <= kMostSureCode;
-    books[c] = {c * kMaxSymbols, book.base,
-                book.levels,     is_narrow ? book.levels : 0,
-                book.cheapest,   book.streams_per_lane,
-                second_row,      book.table_id,
-                usable};
+  reinterpret_cast<SharedBook*>(shared)[c] = {c * kMaxSymbols, book.base,
+                                              book.levels,     is_narrow ? book.levels : 0,
+                                              book.cheapest,   book.streams_per_lane,
+                                              second_row,      book.table_id,
+                                              usable};
+}
+// Both codebooks by a CTA: where it has several warps, half of them a book.
+__device__ inline void load_books(const WeightedEncode& call, uint8_t* shared) {
+  const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
+  const auto warps = static_cast<int32_t>(blockDim.x / 32u);
+  const int32_t apart = warps > 1 ? 2 : 1;
+  for (int32_t c = warp % apart; c < 2; c += apart) {
+    load_encoder_book(call, c, warp / apart * kWarpLanes + lane_index(),
+                      (warps - warp % apart + apart - 1) / apart * kWarpLanes, shared);
   }
   __syncthreads();
 }
@@ -94,18 +104,31 @@ __device__ inline bool choose_place(const WeightedEncode& call, const WeightedPl
          (int64_t{given.unit} + units) * kBlockAlignment <= call.size;
 }
 
-__device__ __forceinline__ void build_block(const EncodedSlice& of, const BlockForm& form,
-                                            const SlicePlan& plan, const WeightedMemory& memory,
-                                            uint32_t* block, int32_t second_row) {
+// A slice whose streams are in memory, in `stage` where there is room for it. The same code for
+// keys and values, because it runs once a block and what it takes of the instruction cache counts.
+// Arguments are values: what has an address cannot stay in registers.
+__device__ __noinline__ inline void write_coded(EncodedSlice of, BlockForm form, SlicePlan plan,
+                                                ExceptionList* exceptions, uint8_t* stage,
+                                                uint8_t* to) {
+  const uint32_t* const rows = WeightedMemory::rows_behind(exceptions);
+  uint8_t* const bytes = stage == nullptr ? to : stage;
+  auto* const block = reinterpret_cast<uint32_t*>(bytes);
   clear_block(block, form.at.bytes);
   of.write_bounds(form, plan, block);
   uint32_t* const payload = block + form.at.payload / 4;
-  place_stream(memory.rows, plan.bits[0], plan.start[0], payload);
-  if (of.streams == 2) {
-    place_stream(memory.rows + second_row * kWarpLanes, plan.bits[1], plan.start[1], payload);
+#pragma unroll 1
+  for (int32_t s = 0; s < of.streams; ++s) {
+    place_stream(rows + s * of.second_row * kWarpLanes, s == 0 ? plan.bits[0] : plan.bits[1],
+                 s == 0 ? plan.start[0] : plan.start[1], payload);
   }
-  place_exceptions(*memory.exceptions, block + form.at.exceptions / 4);
-  finish_block(form, reinterpret_cast<uint8_t*>(block));
+  place_exceptions(*exceptions, block + form.at.exceptions / 4);
+  finish_block(form, bytes);
+  if (stage == nullptr) return;
+#pragma unroll 4
+  for (int32_t i = lane_index(); i < form.at.bytes / 16; i += kWarpLanes) {
+    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(stage)[i];
+  }
+  __syncwarp();
 }
 
 // Tiles of a raw block. Each of their words has codes of one lane.
@@ -152,6 +175,7 @@ struct BlockEncoder {
     const WeightedBlockJob& job = memory.tile.warp->job;
     return {slice == 0 ? memory.tile.warp->exponents : nullptr,
             book.streams,
+            book.second_row,
             book.table_id,
             job.component,
             Slices::kSlice,
@@ -164,23 +188,15 @@ struct BlockEncoder {
         memory.tile, slice, opens, faults,
         [&](int32_t tile, int32_t f, const QuickFragment& codes) { sink.take(tile, f, codes); });
     const SlicePlan plan = sink.finish();
-    *form = slice_of(slice).choose(sink.range, plan);
+    *form = choose_form(slice_of(slice), sink.range, plan);
     return plan;
   }
-  // A slice whose streams are in memory.
   __device__ __forceinline__ void write_slice(int32_t slice, const SlicePlan& plan,
                                               const BlockForm& form, uint8_t* to) const {
     const EncodedSlice of = slice_of(slice);
     if (!form.coded) return write_raw<kDims, kKey>(of, form, memory, slice, to);
-    if (form.at.bytes > stage_bytes(kDims)) {
-      return build_block(of, form, plan, memory, reinterpret_cast<uint32_t*>(to), book.second_row);
-    }
-    uint8_t* const stage = memory.tile.stage;
-    build_block(of, form, plan, memory, reinterpret_cast<uint32_t*>(stage), book.second_row);
-    for (int32_t i = lane_index(); i < form.at.bytes / 16; i += kWarpLanes) {
-      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(stage)[i];
-    }
-    __syncwarp();
+    uint8_t* const stage = form.at.bytes > stage_bytes(kDims) ? nullptr : memory.tile.stage;
+    write_coded(of, form, plan, memory.exceptions, stage, to);
   }
 
   // kept: of the item, or null.

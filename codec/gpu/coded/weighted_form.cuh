@@ -50,6 +50,7 @@ struct alignas(16) SharedBook {
 struct EncodedSlice {
   const int8_t* exponents;  // [tokens], shared memory; null behind the first slice
   int32_t streams;
+  int32_t second_row;  // as SharedBook
   uint8_t table_id;
   Component component;
   int32_t dims, tokens;
@@ -113,5 +114,11 @@ struct EncodedSlice {
     }
   }
 };
+
+// The same code for keys and values.
+__device__ __noinline__ inline BlockForm choose_form(EncodedSlice of, CodeRange range,
+                                                     SlicePlan plan) {
+  return of.choose(range, plan);
+}
 
 }  // namespace tierkv

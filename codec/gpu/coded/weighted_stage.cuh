@@ -92,7 +92,8 @@ __device__ __forceinline__ float2 unpack_elements(bool is_bfloat16, uint32_t wor
 }
 
 // Exponents of the values of a staged tile, whose exponents are those of importance so far; those
-// of coded tokens are decided. Half a warp takes a token: the partial sums 2 (l % 16) and 2 (l % 16) + 1 of sum_of_squares().
+// of coded tokens are decided. Half a warp takes a token: the partial sums 2 (l % 16) and 2 (l %
+// 16) + 1 of sum_of_squares().
 template <int32_t kDims>
 __device__ __forceinline__ void find_value_exponents(const WeightedBlockJob& job, int32_t tile,
                                                      const uint8_t* stage, int8_t* exponents,
@@ -141,13 +142,14 @@ __device__ __forceinline__ void find_value_exponents(const WeightedBlockJob& job
 template <int32_t kDims>
 __device__ __forceinline__ void fill_key_channels(const WeightedBlockJob& job,
                                                   KeyChannels* channels) {
+#pragma unroll
   for (int32_t i = lane_index(); i < kDims / 2; i += kWarpLanes) {
     KeyChannels c;
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
       const int32_t d = 2 * i + h;
       c.mean[h] = job.means == nullptr ? 0.0f : half_to_float(__ldg(job.means + d));
-      c.inverse[h] = QuickCode::inverse_of(job.scales[d]);
+      c.inverse[h] = QuickCode::inverse_of(__ldg(job.scales + d));
     }
     channels[i] = c;
   }

@@ -36,7 +36,10 @@ struct WeightedMemory {
       : words(of_cta),
         tile(of, head_dim),
         exceptions(reinterpret_cast<ExceptionList*>(of + tile_warp_bytes(head_dim))),
-        rows(reinterpret_cast<uint32_t*>(exceptions + 1) + lane_index()) {}
+        rows(rows_behind(exceptions)) {}
+  __device__ __forceinline__ static uint32_t* rows_behind(ExceptionList* list) {
+    return reinterpret_cast<uint32_t*>(list + 1) + lane_index();
+  }
 };
 
 // Bits of a stream into a lane's words.

@@ -39,7 +39,7 @@ struct TileReader {
   int32_t tile, quarter;
   bool is_bfloat16, is_coded;  // all tokens are coded already
   bool is_special;             // some are, or there are fewer than 16
-  int32_t token[2];              // rows of the stage: keys by r % 2, values by r / 2 the first
+  int32_t token[2];            // rows of the stage: keys by r % 2, values by r / 2 the first
   float factor[2][2];  // keys: 1 / f(e) by r % 2; values: times 1 / scale, by r / 2 and half
 
   __device__ __forceinline__ TileReader(const TileMemory& memory, int32_t of_tile)
