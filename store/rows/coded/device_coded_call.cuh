@@ -162,14 +162,16 @@ struct CellOf {
   int32_t slot = 0, layer = 0;
   int64_t cell = 0;
 };
-TKV_HD CellOf cell_of(const CodedCall& call, int32_t index) {
+// By a warp: each lane looks at one layer in 32.
+__device__ inline CellOf cell_of(const CodedCall& call, int32_t index) {
   CellOf c;
   if (index >= cells_of_group(call)) return c;
   const int32_t i = call.group.first + index;
-  int32_t l = 0, end = call.works.num_layers;  // the layer is in [l, end)
-  while (end - l > 1) {
-    const int32_t middle = (l + end) / 2;
-    (call.list_begins[middle] <= i ? l : end) = middle;
+  int32_t l = 0;  // layers whose cells all come before
+  for (int32_t base = 1; base < call.works.num_layers; base += kWarpLanes) {
+    const int32_t next = base + lane_index();
+    const bool is_before = next < call.works.num_layers && call.list_begins[next] <= i;
+    l += __popc(__ballot_sync(kFullWarp, is_before));
   }
   const int64_t first = int64_t{l} * call.layer_cells();
   const int32_t at = call.lists[first + i - call.list_begins[l]];
