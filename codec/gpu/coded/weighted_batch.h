@@ -62,9 +62,9 @@ struct alignas(16) WeightedRange {
   int32_t row = 0;          // of DeviceWeightedRows
   int32_t first_block = 0;  // of position 0 in the places
   // Encoding: the elements of tokens before body_first are codes already, i16 in the caller's
-  // order.
-  // Decoding: the positions that the row's blocks hold: what a block must have. Where token `first`
-  // goes; null: to `at` of the call's output. Elements from a token to the next; 0: the call's.
+  // order, and the exponents of their values are given in WeightedEncode::decided. Decoding: the
+  // positions that the row's blocks hold: what a block must have. Where token `first` goes; null:
+  // to `at` of the call's output. Elements from a token to the next; 0: the call's.
   int32_t body_first = 0, body_last = 0;
   uint16_t* out = nullptr;
   int64_t token_stride = 0;
