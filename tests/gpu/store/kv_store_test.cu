@@ -227,6 +227,66 @@ TEST_P(KvStoreTwins, SmallHostileBodies) {
 INSTANTIATE_TEST_SUITE_P(Formats, KvStoreTwins, ::testing::ValuesIn(all_cases()),
                          [](const auto& info) { return std::string(info.param.name); });
 
+// All sequences of a captured step complete a unit at once: more blocks than staging memory holds,
+// which is 64 MiB.
+class KvStoreSteps : public RandomTest {};
+TEST_F(KvStoreSteps, OfMoreBlocksThanStagingMemoryHolds) {
+  constexpr int32_t kSequences = 36, kReplays = 20;
+  TwinChoice choice = with(coded(16), 128, 8, 1);
+  choice.num_layers = 8;
+  choice.max_sequences = kSequences;
+  choice.memory_bytes = int64_t{2} << 30;
+  ASSERT_GT(int64_t{kSequences} * choice.num_layers * choice.num_kv_heads * 2 * 64 * 128 * 2,
+            int64_t{64} << 20);
+  KvTwins twins(twin_config(choice), &rng_);
+  ASSERT_TRUE(twins.is_made());
+  twins.add();
+  twins.extend({0}, twins.pick(400, 415));
+  std::vector<size_t> who = {0};
+  for (int32_t i = 1; i < kSequences; ++i) {
+    twins.fork(0);
+    who.push_back(static_cast<size_t>(i));
+  }
+  ASSERT_FALSE(HasFatalFailure());
+  const KvTwins::Ids ids = twins.ids_of(who);
+  const size_t values = who.size() * choice.num_kv_heads * choice.head_dim;
+  Buffer k, v;
+  const std::vector<uint16_t> zeros(values * choice.num_layers);
+  uint16_t *const all_k = twins.put(&k, zeros), *const all_v = twins.put(&v, zeros);
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  KvTwins::expect_ok(twins.device().begin(ids.device_list(), 1));
+  for (int32_t layer = 0; layer < choice.num_layers; ++layer) {
+    LayerAppend a;
+    a.sequences = ids.device_list();
+    a.layer = layer;
+    a.tokens = 1;
+    a.k = all_k + layer * values;
+    a.v = all_v + layer * values;
+    KvTwins::expect_ok(twins.device().append(a));
+  }
+  ASSERT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  for (int32_t i = 0; i < kReplays; ++i) {
+    TwinTokens x = twins.draw(who.size(), 1);
+    x.significance.clear();
+    twins.put(&k, x.k);
+    twins.put(&v, x.v);
+    if (i > 0) KvTwins::expect_ok(twins.device().note_replay(ids.device_list(), 1));
+    ASSERT_EQ(cudaGraphLaunch(exec, twins.stream()), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(twins.stream()), cudaSuccess);
+    KvTwins::expect_ok(twins.host().begin(ids.host_list(), 1));
+    for (int32_t layer = 0; layer < choice.num_layers; ++layer) {
+      KvTwins::expect_ok(twins.host().append(twins.call(ids.host_list(), layer, 1, x, nullptr)));
+    }
+    for (const size_t w : who) ++twins.live()[w].tokens;
+  }
+  twins.expect_equal();
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+}
+
 // Out of pages anywhere: the call has changed nothing and can be made again after a release.
 class KvStorePages : public RandomTest {
  protected:
