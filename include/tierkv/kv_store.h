@@ -252,8 +252,8 @@ class TKV_API KvStore final {
   // A complete sequence as a container (tierkv/container.h), every chunk with a checksum. Equal
   // states give equal bytes. Any store of an equal config but for capacities and memory takes it. A
   // store on a device keeps memory for this: on the device at most four layers and 16 MiB, in
-  // pinned host memory lists of a few percent of the sequence, and the whole of it where the
-  // caller's memory is not pinned. kOutOfMemory where it gets none.
+  // pinned host memory lists of a few percent of the sequence, tables of one with max_tokens, and
+  // the whole sequence where the caller's memory is not pinned. kOutOfMemory where it gets none.
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
   // The same into memory of the caller. A store on a device writes to pinned memory directly,
   // and to other memory by several threads. It counts as pinned where its ends are: one allocation
