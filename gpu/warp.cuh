@@ -22,7 +22,7 @@ __device__ __forceinline__ int32_t lane_index() {
 }
 // In a grid of one dimension, of CTAs of whole warps.
 __device__ __forceinline__ int32_t warp_of_grid() {
-  return static_cast<int32_t>((blockIdx.x * blockDim.x + threadIdx.x) / 32u);
+  return static_cast<int32_t>(blockIdx.x * (blockDim.x / 32u) + threadIdx.x / 32u);
 }
 
 // The greatest of several failures is reported.

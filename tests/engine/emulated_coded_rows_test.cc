@@ -153,16 +153,17 @@ class World {
 
 class EmulatedCodedRows : public RandomTest {
  protected:
-  StoreConfig config(int32_t head_dim, int32_t unit, bool profile) {
+  StoreConfig config(int32_t head_dim, int32_t unit, bool profile, int32_t layers = 2) {
     ConfigChoice choice;
     choice.head_dim = head_dim;
-    choice.num_kv_heads = head_dim > 96 ? 1 : 2;
+    choice.num_kv_heads = head_dim > 96 || layers > 2 ? 1 : 2;
+    choice.num_layers = layers;
     choice.with_profile = profile;
     choice.max_tokens = 480;
     choice.max_sequences = 3;
-    choice.pages = rng_() % 3 == 0 ? 30 : 200;
+    choice.pages = (rng_() % 3 == 0 ? 15 : 100) * layers;
     StoreConfig c = make_config(choice);
-    c.sink_tokens = std::vector<int32_t>{0, 4, 16}[rng_() % 3];
+    c.sink_tokens = std::vector<int32_t>{0, 3, 4, 15, 16}[rng_() % 5];
     c.window_tokens = rng_() % 2 == 0 ? 8 : 30;
     if (rng_() % 3 == 0) c.raw_layers = {1};
     if (rng_() % 2 == 0) c.layout.dtype = DType::kBFloat16;
@@ -208,6 +209,12 @@ TEST_F(EmulatedCodedRows, BlocksThatAreContinued) {
   EXPECT_GT(reads_, 0);
   EXPECT_GT(restored_, 0);
   EXPECT_GT(answers_, 0);
+}
+
+// More layers than a warp has lanes.
+TEST_F(EmulatedCodedRows, OfManyLayers) {
+  run(config(64, 16, true, 33 + static_cast<int32_t>(rng_() % 38)), 8);
+  EXPECT_GT(compared_, 0);
 }
 
 TEST_F(EmulatedCodedRows, StepsOutOfASequencesOwnTokens) {

@@ -3,7 +3,7 @@
 // in the formats of pages.
 //
 // Lane l holds the dims 32 c + l % 8 + 8 j, j < 4, of the chunks c = l / 8 and l / 8 + 4: whole
-// bytes in every format, and eight lanes share the extrema of a block of 16 dims.
+// bytes in every format.
 #pragma once
 
 #include <cstdint>

@@ -52,6 +52,7 @@ std::vector<TwinCase> all_cases() {
           {"Tiers256", of_bfloats(with(TiersFormat{}, 256, 1, 16)), 500},
           {"Coded64", with(coded(64), 64, 3, 3), 600},
           {"Coded96", with(coded(64), 96, 2, 5), 600},
+          {"Coded96Units16", with(coded(16), 96, 2, 5), 600},
           {"Coded128", with(coded(16), 128, 2, 8), 600},
           {"Coded256", of_bfloats(with(coded(32), 256, 1, 16)), 500},
           {"Channel64", with(ChannelFormat{4, 2, 128}, 64, 3, 3), 600},

@@ -14,7 +14,7 @@ inline int32_t lane_index() {
   return emulator::cta().lane();
 }
 inline int32_t warp_of_grid() {
-  return static_cast<int32_t>((blockIdx.x * blockDim.x + threadIdx.x) / 32u);
+  return static_cast<int32_t>(blockIdx.x * (blockDim.x / 32u) + threadIdx.x / 32u);
 }
 inline StatusCode greater(StatusCode a, StatusCode b) {
   return a > b ? a : b;
