@@ -6,7 +6,6 @@
 
 #include "attention/channel/channel_plan.h"
 #include "attention/channel/channel_warp.cuh"
-#include "attention/core/head_sum.cuh"
 #include "attention/core/parts_join.cuh"
 #include "attention/core/query_unit.h"
 #include "codec/format/head_dim.h"
@@ -89,11 +88,14 @@ class ChannelCta {
     __syncthreads();
     attend(share, line, id, p_.scale_log2 * unit);
     __syncthreads();
-    const int32_t columns = p_.ctas.passes * p_.ctas.columns.of_row;
-    for (int32_t column = warp(); column < columns; column += p_.ctas.warps) join(column);
+    const int32_t tasks = p_.ctas.passes * p_.ctas.columns.of_row * kSlices;
+    for (int32_t task = warp(); task < tasks; task += p_.ctas.warps) join(task);
   }
 
  private:
+  static constexpr int32_t kJoinDims = 128;  // of a warp
+  static constexpr int32_t kSlices = slices_of(kHeadDim, kJoinDims);
+
   // Read anew by every caller: kept, it would take a register for long.
   __device__ __forceinline__ static int32_t warp() {
     uint32_t thread = threadIdx.x;
@@ -222,31 +224,29 @@ class ChannelCta {
     warp_attention.store_part(states(warp()), part(warp()));
   }
 
-  // A column of the CTA, of all warps that attended to it: to the row's output, or as a part of it.
-  __device__ __forceinline__ void join(int32_t cta_column) const {
+  // A slice of a column of the CTA, of all warps that attended to it: to the row's output, or as a
+  // part of it.
+  __device__ __forceinline__ void join(int32_t task) const {
     const QueryColumns& columns = p_.ctas.columns;
+    const int32_t cta_column = task / kSlices, dim = task % kSlices * kJoinDims;
     const int32_t pass = p_.ctas.passes == 1 ? 0 : cta_column / columns.of_row;
     const int32_t column = cta_column - pass * columns.of_row;
     if (first_pass() + pass >= columns.passes) return;
-    typename HeadSum<kHeadDim>::Part of[kChannelWarps];
-#pragma unroll
-    for (int32_t i = 0; i < kChannelWarps; ++i) {
-      const int32_t from = i < p_.ctas.team ? pass + i * p_.ctas.passes : 0;
-      of[i] = {i < p_.ctas.team ? states(from) + column : nullptr,
-               part(from) + column * part_stride(kHeadDim)};
-    }
-    HeadSum<kHeadDim> sum;
-    sum.template add<kChannelWarps, false>(of);
+    PartsJoin<kJoinDims, kChannelWarps, false> sum(kHeadDim - dim);
+    const int32_t distance = p_.ctas.passes * kBlockColumns;  // columns, from a warp to the next
+    sum.join(even_parts(states(pass) + column, part(pass) + column * part_stride(kHeadDim) + dim,
+                        distance, distance * part_stride(kHeadDim), p_.ctas.team));
     if (item().part >= 0) {
       const int64_t to = int64_t{item().part} * p_.ctas.all_columns() +
                          (first_pass() + pass) * columns.of_row + column;
-      sum.store(p_.states + to, p_.parts + to * kHeadDim);
+      sum.store(dim == 0 ? p_.states + to : nullptr, p_.parts + to * kHeadDim + dim);
       return;
     }
     const int64_t place = columns.place(pass_row(item().row, pass), column);
     if (place < 0) return;
-    sum.write(reinterpret_cast<__half*>(p_.out) + place * kHeadDim,
-              p_.lse == nullptr ? nullptr : p_.lse + place, p_.is_bfloat16);
+    sum.write({p_.out + place * kHeadDim + dim,
+               p_.lse == nullptr || dim != 0 ? nullptr : p_.lse + place, p_.is_bfloat16,
+               -INFINITY});
   }
 
   const ChannelLaunch<Cache>& p_;
@@ -333,10 +333,9 @@ inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
   const int64_t place = columns.place(pass_row, of_pass);
   if (place < 0) return;
   const int64_t first = int64_t{row} * p.splits * all_columns + column;
-  const SoftmaxState* state = p.states + first;
-  const float* from = p.parts + first * p.head_dim + dim;
   PartsJoin<kChannelJoinDims, kJoinedAtOnce, true> sum(p.head_dim - dim);
-  sum.join({state, state, from, from, all_columns, all_columns * p.head_dim, p.splits});
+  sum.join(even_parts(p.states + first, p.parts + first * p.head_dim + dim, all_columns,
+                      all_columns * p.head_dim, p.splits));
   sum.write({p.out + place * p.head_dim + dim,
              p.lse == nullptr || dim != 0 ? nullptr : p.lse + place, p.is_bfloat16, -INFINITY});
 }

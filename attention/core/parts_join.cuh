@@ -35,6 +35,13 @@ struct JoinedParts {
   }
 };
 
+// `count` parts, of which the first is where the others' distances say.
+__device__ __forceinline__ JoinedParts even_parts(const SoftmaxState* states,
+                                                  const float* accumulators, int32_t state_stride,
+                                                  int32_t accumulator_stride, int32_t count) {
+  return {states, states, accumulators, accumulators, state_stride, accumulator_stride, count};
+}
+
 // kDims: of a slice, 32, 64 or 128. kBatch: parts of a lane in flight. kGlobal: parts are what
 // other CTAs wrote, otherwise in shared memory.
 template <int32_t kDims, int32_t kBatch, bool kGlobal>

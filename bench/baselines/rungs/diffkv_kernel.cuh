@@ -251,8 +251,7 @@ __global__ void __launch_bounds__(kDiffkvThreads, 4)
   attention.store(states + warp, parts + warp * kRungHeadDim);
   __syncthreads();
   if (warp != 0) return;
-  leave_head(p, row, split, head,
-             join_parts<false>({states, parts, 1, kRungHeadDim, kDiffkvWarps}));
+  leave_head(p, row, split, head, even_parts(states, parts, 1, kRungHeadDim, kDiffkvWarps));
 }
 
 }  // namespace tierkv

@@ -204,8 +204,8 @@ class KvRowCta {
     __syncthreads();
     for (int32_t head = warp_; head < p_.group; head += kKvWarps) {
       leave_head(p_, row, split, head,
-                 join_parts<false>({states_ + head, parts_ + head * kStride, kRungMaxGroup,
-                                    p_.group * kStride, kKvWarps}));
+                 even_parts(states_ + head, parts_ + head * kStride, kRungMaxGroup,
+                            p_.group * kStride, kKvWarps));
       if constexpr (kMerge == Merge::kLastToArrive) merge_last(p_, row, head);
     }
   }

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kMergeSplitsWarps * 32)
   const int32_t i = blockIdx.x * kMergeSplitsWarps + threadIdx.x / 32;
   const int32_t row = i / p.group, head = i - row * p.group;
   if (row >= p.rows.num_rows) return;
-  write_head(p, row, head, join_parts<true>(split_parts(p, row, head)));
+  merge_head(p, row, head);
 }
 
 }  // namespace tierkv

@@ -236,7 +236,7 @@ class CoopCta {
     __syncthreads();
     for (int32_t head = warp_; head < p_.group; head += kCoopWarps) {
       leave_head(p_, row, split, head,
-                 join_parts<false>({states_ + head, parts_ + head * kRungHeadDim, 0, 0, 1}));
+                 even_parts(states_ + head, parts_ + head * kRungHeadDim, 0, 0, 1));
     }
   }
 

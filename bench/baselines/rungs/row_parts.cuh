@@ -3,60 +3,43 @@
 // left as the part of a split row.
 #pragma once
 
-#include "attention/core/head_sum.cuh"
+#include "attention/core/parts_join.cuh"
 #include "bench/baselines/rungs/rung_params.h"
 #include "gpu/barrier.cuh"
 #include "gpu/lanes.cuh"
 
 namespace tierkv {
 
-using RungHeadSum = HeadSum<kRungHeadDim>;
-
-// Where the parts of one head are: part i at i * state_stride and i * accumulator_stride.
-struct HeadParts {
-  const SoftmaxState* states;
-  const float* accumulators;
-  int32_t state_stride, accumulator_stride;
-  int32_t count;
-};
-
 // By a warp. kGlobal: what other CTAs or kernels wrote, otherwise shared memory.
 template <bool kGlobal>
-__device__ __forceinline__ RungHeadSum join_parts(const HeadParts& parts) {
-  constexpr int32_t kInFlight = 8;
-  RungHeadSum sum;
-  for (int32_t first = 0; first < parts.count; first += kInFlight) {
-    RungHeadSum::Part batch[kInFlight];
-#pragma unroll
-    for (int32_t k = 0; k < kInFlight; ++k) {
-      const int32_t i = first + k;
-      batch[k].state = nullptr;
-      if (i >= parts.count) continue;
-      batch[k] = {parts.states + i * parts.state_stride,
-                  parts.accumulators + static_cast<int64_t>(i) * parts.accumulator_stride};
-    }
-    sum.template add<kInFlight, kGlobal>(batch);
-  }
+__device__ __forceinline__ PartsJoin<kRungHeadDim, 8, kGlobal> join_parts(
+    const JoinedParts& parts) {
+  PartsJoin<kRungHeadDim, 8, kGlobal> sum(kRungHeadDim);
+  sum.join(parts);
   return sum;
 }
 
+template <class Sum>
 __device__ __forceinline__ void write_head(const RungParams& p, int32_t row, int32_t head,
-                                           const RungHeadSum& sum) {
+                                           const Sum& sum) {
   const int64_t place = static_cast<int64_t>(row) * p.group + head;
-  sum.write(static_cast<__half*>(p.out) + place * kRungHeadDim,
-            p.lse == nullptr ? nullptr : p.lse + place);
+  sum.write({static_cast<uint16_t*>(p.out) + place * kRungHeadDim,
+             p.lse == nullptr ? nullptr : p.lse + place, false, -INFINITY});
 }
 
-// The parts of all splits of a row, in global memory.
-__device__ __forceinline__ HeadParts split_parts(const RungParams& p, int32_t row, int32_t head) {
+// Joins the parts of all splits of a row, in global memory.
+__device__ __forceinline__ void merge_head(const RungParams& p, int32_t row, int32_t head) {
   const int64_t first = static_cast<int64_t>(row) * p.splits * p.group + head;
-  return {p.part_states + first, p.parts + first * kRungHeadDim, p.group, p.group * kRungHeadDim,
-          p.splits};
+  write_head(p, row, head,
+             join_parts<true>(even_parts(p.part_states + first, p.parts + first * kRungHeadDim,
+                                         p.group, p.group * kRungHeadDim, p.splits)));
 }
 
-// One head of a split is done: written where the row has one split, otherwise left for the merge.
+// Joins the parts of one head of a split, in shared memory: to the output where the row has one
+// split, otherwise as a part for the merge.
 __device__ __forceinline__ void leave_head(const RungParams& p, int32_t row, int32_t split,
-                                           int32_t head, const RungHeadSum& sum) {
+                                           int32_t head, const JoinedParts& parts) {
+  const auto sum = join_parts<false>(parts);
   if (p.splits == 1) {
     write_head(p, row, head, sum);
     return;
@@ -74,7 +57,7 @@ __device__ __forceinline__ void merge_last(const RungParams& p, int32_t row, int
   if (__shfl_sync(kFullWarp, before, 0) != p.splits - 1) return;
   if (is_first_lane()) *arrivals = 0;
   __syncwarp();  // what lane 0 has acquired is there for all
-  write_head(p, row, head, join_parts<true>(split_parts(p, row, head)));
+  merge_head(p, row, head);
 }
 
 }  // namespace tierkv
