@@ -48,9 +48,10 @@ Status launch_pass(CodedKernel kernel, const CodedKernelParams& params, GpuStrea
       !s) {
     return s;
   }
-  const JoinLaunch join = join_launch(call, grid);
-  return launch_after_previous(join.kernel, join.ctas, static_cast<unsigned>(join.threads), 0,
-                               stream, params);
+  const JoinLaunch join = join_launch(call, grid.num_ctas * grid.warps / call.num_rows);
+  return launch_after_previous(join.kernel, static_cast<unsigned>(join.ctas),
+                               static_cast<unsigned>(join.warps * 32),
+                               static_cast<size_t>(join.shared_bytes), stream, params);
 }
 
 // The columns of the pass from `first` on.
@@ -80,9 +81,9 @@ CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionG
   const auto rows = static_cast<size_t>(call.num_rows);
   const auto dims = static_cast<size_t>(call.head_dim);
   CodedWorkspace at{};
-  at.halves = after(static_cast<size_t>(partials * std::min(call.all_columns(), kCodedColumns) *
-                                        (call.head_dim + 2)) *
-                    sizeof(float));
+  CodedAttention pass = call;
+  pass.columns = std::min(call.all_columns(), kCodedColumns);
+  at.halves = after(static_cast<size_t>(partials * coded_partial_floats(pass)) * sizeof(float));
   at.units = at.bytes = at.halves;
   if (!needs_conversion(call)) return at;
   at.units = at.halves + after(rows * static_cast<size_t>(call.all_columns()) * dims * 2);

@@ -10,11 +10,12 @@
 
 namespace tierkv {
 
-// What a warp leaves of a row: `columns` outputs of head_dim floats, then the references and sums.
-// A negative sum says that the row is corrupt. Warp w and row r share partial w + r: one of the two
-// grows from each partial to the next.
-__device__ __forceinline__ int64_t coded_partial_floats(const CodedAttention& call) {
-  return int64_t{call.columns} * (call.head_dim + 2);
+// What a warp leaves of a row: `columns` outputs of head_dim floats, then their states, and what
+// keeps the next partial aligned to 16 bytes. A sum that is not a number says that the row is
+// corrupt. Warp w and row r share partial w + r: one of the two grows from each partial to the
+// next.
+TKV_HD int64_t coded_partial_floats(const CodedAttention& call) {
+  return (call.columns * (call.head_dim + 2) + 3) & ~3;
 }
 
 template <int kDimBlocks>
@@ -139,7 +140,8 @@ struct CodedState {
       if (g != 0) continue;
       float* states = partial + call.columns * call.head_dim;
       states[2 * column] = reference[c];
-      states[2 * column + 1] = all_valid ? sum[c] : -1.0f;
+      // Where scores are not numbers, neither is their sum: as if there were none.
+      states[2 * column + 1] = all_valid ? fmaxf(sum[c], 0.0f) : NAN;
     }
   }
 };

@@ -59,6 +59,11 @@ class PartsJoin {
     join_groups();
   }
 
+  // The same in all lanes.
+  __device__ __forceinline__ const SoftmaxState& state() const {
+    return state_;
+  }
+
   // As a part; state may be null: of a column's slices the first writes it.
   __device__ __forceinline__ void store(SoftmaxState* state, float* accumulator) const {
     if (state != nullptr && lane() == 0) *state = state_;

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of attention over weighted blocks on the host, thread by thread, against exact
-// attention over decoded blocks; parts of a row are joined here.
+// The kernels of attention over weighted blocks on the host, thread by thread, against exact
+// attention over decoded blocks.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "attention/coded/coded_join.cuh"
 #include "attention/coded/coded_kernel.cuh"
 #include "tests/support/fresh_random.h"
 #include "tests/support/weighted_attention_world.h"
@@ -43,43 +44,6 @@ CodedKernelParams params_of(const CodedAttention& call, int32_t room, int32_t wa
   return p;
 }
 
-// What the second kernel does.
-void join_row(const World& w, const CodedKernelParams& p, size_t r, Attended* to) {
-  const CodedAttention& call = p.call;
-  const ItemShares shares = item_shares(p, p.grid.warps);
-  const int32_t begin = w.rows[r].first_item, dims = call.head_dim;
-  const int32_t end = r + 1 < w.rows.size() ? w.rows[r + 1].first_item : shares.items;
-  to->status[r] = StatusCode::kOk;
-  for (int32_t c = 0; c < call.columns; ++c) {
-    double top = -INFINITY, sum = 0;
-    std::vector<double> out(static_cast<size_t>(dims));
-    std::vector<const float*> parts;
-    for (int32_t i = shares.warp_of(begin); begin < end && i <= shares.warp_of(end - 1); ++i) {
-      parts.push_back(static_cast<const float*>(call.workspace) +
-                      (int64_t{i} + static_cast<int64_t>(r)) * coded_partial_floats(call));
-    }
-    const auto state = [&](const float* part) { return part + call.columns * dims + 2 * c; };
-    for (const float* part : parts) {
-      top = std::max<double>(top, state(part)[0]);
-      if (state(part)[1] < 0) to->status[r] = StatusCode::kCorrupt;
-    }
-    for (const float* part : parts) {
-      const double factor = state(part)[1] > 0 ? std::exp2(state(part)[0] - top) : 0;
-      sum += factor * state(part)[1];
-      for (int32_t d = 0; factor > 0 && d < dims; ++d)
-        out[static_cast<size_t>(d)] += factor * part[c * dims + d];
-    }
-    const bool present = sum > 0 && to->status[r] == StatusCode::kOk;
-    const size_t place = w.shape.place(r, p.first_column + c);
-    for (int32_t d = 0; d < dims; ++d) {
-      to->out[place * static_cast<size_t>(dims) + static_cast<size_t>(d)] =
-          float_to_half(static_cast<float>(present ? out[static_cast<size_t>(d)] / sum : 0));
-    }
-    to->lse[place] =
-        static_cast<float>(present ? std::log(2.0) * (top + std::log2(sum)) : -INFINITY);
-  }
-}
-
 Attended attend_on_host(const World& w, CodedKernel kernel, int32_t room, int32_t warps) {
   CodedAttention call = call_of(w);
   const std::vector<uint32_t> tables[2] = {device_table(w.books[0].family.books.front()),
@@ -102,6 +66,9 @@ Attended attend_on_host(const World& w, CodedKernel kernel, int32_t room, int32_
   to.out.resize(w.q.size(), 0x7e00);
   to.lse.resize(w.rows.size() * static_cast<size_t>(call.all_columns()), NAN);
   to.status.resize(w.rows.size(), StatusCode::kIo);
+  call.out = to.out.data();
+  call.lse = to.lse.data();
+  call.row_status = to.status.data();
   for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
     CodedKernelParams p = params_of(call, room, warps);
     p.first_column = first;
@@ -117,7 +84,12 @@ Attended attend_on_host(const World& w, CodedKernel kernel, int32_t room, int32_
       emulator::cta().run(
           cta, warps * 32, [&] { kernel(p); }, kCtas);
     }
-    for (size_t r = 0; r < w.rows.size(); ++r) join_row(w, p, r, &to);
+    // Every choice of a join is right.
+    const JoinLaunch join = join_launch(p.call, room % 4 * (4 * kJoinAhead));
+    for (int32_t cta = 0; cta < join.ctas; ++cta) {
+      emulator::cta().run(
+          cta, join.warps * 32, [&] { join.kernel(p); }, join.ctas);
+    }
   }
   return to;
 }
@@ -278,6 +250,29 @@ TEST_F(WrongBytes, SlicesLargerThanTheirBlock) {
   const Attended got = attend_on_host(w, kernel_of(shape), 200, 4);
   EXPECT_EQ(got.status[0], StatusCode::kOk);
   EXPECT_EQ(got.status[1], StatusCode::kCorrupt);
+}
+
+// The head of such a query gets an output of 0, however its parts are joined.
+TEST_F(EmulatedWeightedAttention, QueriesThatAreNotNumbersHarmThemselvesAlone) {
+  Shape shape;
+  shape.head_dim = 64;
+  World w;
+  make_world(&source_, shape, {20, 400, 20}, &w);
+  if (HasFatalFailure()) return;
+  const size_t row = w.q.size() / 3;
+  for (const int32_t room : {128, 129, 130, 131}) {
+    SCOPED_TRACE("room " + std::to_string(room));
+    World wrong = w;
+    const Attended right = attend_on_host(w, kernel_of(shape), room, 4);
+    wrong.q[row] = 0x7e00;
+    const Attended got = attend_on_host(wrong, kernel_of(shape), room, 4);
+    for (size_t i = 0; i < w.q.size(); ++i) {
+      const bool is_wrong = i / 64 == row / 64;
+      ASSERT_EQ(got.out[i], is_wrong ? 0 : right.out[i]) << i;
+    }
+    EXPECT_EQ(got.lse[row / 64], -INFINITY);
+    EXPECT_EQ(got.status, std::vector<StatusCode>(3, StatusCode::kOk));
+  }
 }
 
 // A row that names what is not there is corrupt.

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "attention/coded/coded_join.cuh"
 #include "attention/coded/coded_kernel.cuh"
 #include "attention/coded/raw_rows.cuh"
 #include "codec/format/element.h"
@@ -89,45 +90,10 @@ struct EmulatedAttention {
       emulator::cta().run(
           cta, p.grid.warps * 32, [&] { kernel(p); }, kCtas);
     }
-    for (int32_t r = 0; r < call.num_rows; ++r) join_row(p, r);
-  }
-
-  // What the second kernel does.
-  void join_row(const CodedKernelParams& p, int32_t r) const {
-    if (call.rows[r].step < 0) return;
-    const ItemShares shares = item_shares(p, p.grid.warps);
-    const int32_t begin = call.rows[r].first_item, dims = call.head_dim;
-    const int32_t end = r + 1 < call.num_rows ? call.rows[r + 1].first_item : shares.items;
-    call.row_status[r] = StatusCode::kOk;
-    std::vector<const float*> parts;
-    for (int32_t i = begin < end ? shares.warp_of(begin) : 0;
-         begin < end && i <= shares.warp_of(end - 1); ++i) {
-      parts.push_back(static_cast<const float*>(call.workspace) +
-                      (int64_t{i} + r) * coded_partial_floats(p.call));
-    }
-    for (int32_t c = 0; c < p.call.columns; ++c) {
-      double top = -INFINITY, sum = 0;
-      std::vector<double> out(static_cast<size_t>(dims));
-      const auto state = [&](const float* part) { return part + p.call.columns * dims + 2 * c; };
-      for (const float* part : parts) {
-        top = std::max<double>(top, state(part)[0]);
-        if (state(part)[1] < 0) call.row_status[r] = StatusCode::kCorrupt;
-      }
-      for (const float* part : parts) {
-        const double factor = state(part)[1] > 0 ? std::exp2(state(part)[0] - top) : 0;
-        sum += factor * state(part)[1];
-        for (int32_t d = 0; factor > 0 && d < dims; ++d) {
-          out[static_cast<size_t>(d)] += factor * part[c * dims + d];
-        }
-      }
-      const bool present = sum > 0 && call.row_status[r] == StatusCode::kOk;
-      const int64_t place = p.queries.place(r, p.first_column + c);
-      for (int32_t d = 0; d < dims; ++d) {
-        static_cast<uint16_t*>(call.out)[place * dims + d] =
-            float_to_half(static_cast<float>(present ? out[static_cast<size_t>(d)] / sum : 0));
-      }
-      call.lse[place] =
-          present ? static_cast<float>(std::log(2.0) * (top + std::log2(sum))) : -INFINITY;
+    const JoinLaunch join = join_launch(p.call, 0);
+    for (int32_t cta = 0; cta < join.ctas; ++cta) {
+      emulator::cta().run(
+          cta, join.warps * 32, [&] { join.kernel(p); }, join.ctas);
     }
   }
 };
