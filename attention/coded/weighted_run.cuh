@@ -67,10 +67,10 @@ struct WeightedRun {
   __device__ __forceinline__ uint32_t kept_reference() const {
     return kept() + kKeptRowBytes + fresh_lane() * 8;
   }
-  __device__ __forceinline__ void keep_row(const KeptRow& x) const {
-    store_shared(kept(), static_cast<uint32_t>(x.from));
-    store_shared(kept() + 4, static_cast<uint32_t>(x.tokens));
-    store_shared(kept() + kKeptPassed, x.passed);
+  // What the warp has passed stays.
+  __device__ __forceinline__ void keep_row(int32_t from, int32_t tokens) const {
+    store_shared(kept(), static_cast<uint32_t>(from));
+    store_shared(kept() + 4, static_cast<uint32_t>(tokens));
   }
   __device__ __forceinline__ KeptRow kept_row() const {
     const uint4 x = load_shared_16(kept());

@@ -212,8 +212,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
     state.bad |= Base::begin_blocks(row.first_block + from, to - from);
     Base::keep_queries(r, row.step);
     load_means(row.step);
-    Base::keep_row({from, row.coded_tokens + row.sink_tokens - from * kBlockTokens,
-                    load_shared(Base::kept() + Base::kKeptPassed)});
+    Base::keep_row(from, row.coded_tokens + row.sink_tokens - from * kBlockTokens);
     Base::keep_run();
     store_shared(Base::kept() + Base::kKeptOctave, static_cast<uint32_t>(kNoOctave));
     const float key_scale = this->score_scale(r) * call.keys.steps[row.step];
