@@ -40,7 +40,7 @@ struct WeightedRun {
     turns = tail;
     means = tail + weighted_turn_bytes(kHeadDim, kTurns) +
             static_cast<uint32_t>(warp) * weighted_warp_bytes(kHeadDim);
-    store_shared(kept() + kKeptPassed, 0);
+    if (fits) store_shared(kept() + kKeptPassed, 0);
   }
   // The turns of places into shared memory, by all threads of the CTA; a barrier follows.
   __device__ __forceinline__ void fill_turns() const {
