@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of coded attention. A warp owns a run of items and one ring of slots; no warp waits
+// The kernel of coded attention. A warp owns a run of items and one slot for blocks; no warp waits
 // for another but at the beginning, when the CTA copies its tables.
 //
 // Bound: shared-memory wavefronts of the lookups; copies of the tables make them fewer.

@@ -42,7 +42,8 @@ struct BlockRun {
         __ballot_sync(kFullWarp, bytes + __shfl_down_sync(kFullWarp, bytes, 1) <= slot_bytes);
     return bad;
   }
-  // Of a slot, by this lane's block: one that is larger than the slot brings its header only.
+  // Bytes of a slot that this lane's block takes. If the block is larger than the slot, only its
+  // header is copied.
   __device__ __forceinline__ uint32_t taken(uint32_t slot_bytes) const {
     return mine.units * 16 > slot_bytes ? kCodedBlockHeaderBytes : mine.units * 16;
   }

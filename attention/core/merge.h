@@ -25,7 +25,8 @@ TKV_HD float merge_value(const MergedRow& row, float a, float b) {
   return (row.a == 0.0f ? 0.0f : row.a * a) + (row.b == 0.0f ? 0.0f : row.b * b);
 }
 
-// A validated call as a merge. Of sinks b has no output, and its lse are those of a row's heads.
+// A validated call as a merge. Where the second part is sinks, `b` has no output, and its lse holds
+// one number for each head.
 struct PartsMerge {
   MergeCall call;
   int32_t heads = 0;  // that have sinks; 0: b has an lse for every row

@@ -35,7 +35,7 @@ struct JoinedParts {
   }
 };
 
-// `count` parts, of which the first is where the others' distances say.
+// `count` parts at equal distances; the first has no place of its own.
 __device__ __forceinline__ JoinedParts even_parts(const SoftmaxState* states,
                                                   const float* accumulators, int32_t state_stride,
                                                   int32_t accumulator_stride, int32_t count) {

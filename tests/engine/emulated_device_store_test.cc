@@ -225,9 +225,9 @@ TEST_F(EmulatedDeviceStore, RefusesImpossibleBodies) {
   exchange(&t, 0);
   t.expect_equal();
 }
-// Raw layers make several groups of layers, of which the first ones are on their pages when blocks
-// of the last one are found not to decode. Of several damaged layers the first one is told,
-// although the host reads how the last one begins before the device decodes the first one.
+// Raw layers are large, so layers come in several groups. The first groups are already on their
+// pages when the last one proves damaged. If several layers are damaged, the error names the first.
+// The host reads the head of the last layer before the device decodes the first one.
 TEST_F(EmulatedDeviceStore, RefusesWhatComesLate) {
   TwinChoice choice;
   choice.max_tokens = 2200;

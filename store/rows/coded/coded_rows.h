@@ -115,7 +115,7 @@ class CodedRows final : public RowFormat {
   CodedBlockRef* refs(const HostLayer& layer, int32_t kv_head, Component c) const {
     return state_at<CodedBlockRef>(layer, shape_.refs_byte(kv_head, c));
   }
-  // Of the layer.
+  // Units of the layer's blocks before `block`.
   int32_t units_before(const HostLayer& layer, int32_t block) const {
     const auto* ends = state_at<int32_t>(layer, shape_.ends_byte());
     return block == 0 ? 0 : ends[block - 1];

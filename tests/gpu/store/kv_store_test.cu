@@ -127,8 +127,8 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
   uint16_t* all_k = twins.put(&k, std::vector<uint16_t>(values * l.num_layers));
   uint16_t* all_v = twins.put(&v, std::vector<uint16_t>(values * l.num_layers));
   uint16_t* all_q = twins.put(&q, std::vector<uint16_t>(queries * l.num_layers));
-  uint16_t* all_out = twins.put(&out, std::vector<uint16_t>(queries * l.num_layers));
-  float* all_lse = twins.put(&lse, std::vector<float>(lines * l.num_layers));
+  uint16_t* all_out = twins.put(&out, std::vector<uint16_t>(queries * l.num_layers, 0x7e00));
+  float* all_lse = twins.put(&lse, std::vector<float>(lines * l.num_layers, NAN));
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
   ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -252,8 +252,8 @@ TEST_F(KvStoreSteps, OfMoreBlocksThanStagingMemoryHolds) {
   const KvTwins::Ids ids = twins.ids_of(who);
   const size_t values = who.size() * choice.num_kv_heads * choice.head_dim;
   Buffer k, v;
-  const std::vector<uint16_t> zeros(values * choice.num_layers);
-  uint16_t *const all_k = twins.put(&k, zeros), *const all_v = twins.put(&v, zeros);
+  const std::vector<uint16_t> poison(values * choice.num_layers, 0x7e00);
+  uint16_t *const all_k = twins.put(&k, poison), *const all_v = twins.put(&v, poison);
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
   ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
