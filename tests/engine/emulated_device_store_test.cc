@@ -104,6 +104,7 @@ TEST_F(EmulatedDeviceStore, OfCodedRows) {
     choice.format = format;
     choice.num_kv_heads = 1;
     choice.memory_bytes = 128 << 20;
+    if (unit == 16) choice.pairing = RopePairing::kNeighbours, choice.rotary_dims = 32;
     SCOPED_TRACE("unit " + std::to_string(unit));
     live_together(choice, 40, 420);
     if (HasFatalFailure()) return;

@@ -48,15 +48,19 @@ struct EmulatedAttention {
     if (call.raw_blocks) {
       return call.head_dim == 64 ? raw_rows_kernel<4> : raw_rows_kernel<8>;
     }
-    if (call.weighted.pairing != RopePairing::kHalves) return nullptr;
+    if (call.weighted.pairing == RopePairing::kNone) return nullptr;
+    const bool halves = call.weighted.pairing == RopePairing::kHalves;
+    return halves ? of_pairing<RopePairing::kHalves>() : of_pairing<RopePairing::kNeighbours>();
+  }
+  template <RopePairing kPairing>
+  CodedKernel of_pairing() const {
     const bool one = call.keys.codebook.streams_per_lane == 1;
-    if (call.head_dim == 64) return one ? of_streams<4, 1>() : of_streams<4, 2>();
-    return one ? of_streams<8, 1>() : of_streams<8, 2>();
+    if (call.head_dim == 64) return one ? kernel<4, 1, kPairing> : kernel<4, 2, kPairing>;
+    return one ? kernel<8, 1, kPairing> : kernel<8, 2, kPairing>;
   }
-  template <int kDimBlocks, int kStreams>
-  static CodedKernel of_streams() {
-    return coded_attention_kernel<kDimBlocks, WeightedCode<kStreams, 0, RopePairing::kHalves>>;
-  }
+  template <int kDimBlocks, int kStreams, RopePairing kPairing>
+  static constexpr CodedKernel kernel =
+      coded_attention_kernel<kDimBlocks, WeightedCode<kStreams, 0, kPairing>>;
 
   CodedKernelParams params() const {
     CodedKernelParams p{};

@@ -42,7 +42,14 @@ TwinChoice of_bfloats(TwinChoice c) {
   return c;
 }
 
+TwinChoice turned(TwinChoice c, RopePairing pairing, int32_t rotary_dims) {
+  c.pairing = pairing;
+  c.rotary_dims = rotary_dims;
+  return c;
+}
+
 std::vector<TwinCase> all_cases() {
+  const auto neighbours = RopePairing::kNeighbours;
   return {{"Short64", without_bodies(64, 1), 160},
           {"Short96", without_bodies(96, 3), 160},
           {"Short128", without_bodies(128, 16), 160},
@@ -50,10 +57,12 @@ std::vector<TwinCase> all_cases() {
           {"Tiers64", with(TiersFormat{}, 64, 3, 3), 600},
           {"Tiers128", with(pruning(), 128, 2, 8), 600},
           {"Tiers256", of_bfloats(with(TiersFormat{}, 256, 1, 16)), 500},
-          {"Coded64", with(coded(64), 64, 3, 3), 600},
+          {"Coded64Neighbours", turned(with(coded(64), 64, 3, 3), neighbours, 0), 600},
+          {"Coded64NoRope", turned(with(coded(64), 64, 3, 3), RopePairing::kNone, 0), 600},
           {"Coded96", with(coded(64), 96, 2, 5), 600},
           {"Coded96Units16", with(coded(16), 96, 2, 5), 600},
           {"Coded128", with(coded(16), 128, 2, 8), 600},
+          {"Coded128Neighbours", turned(with(coded(16), 128, 2, 8), neighbours, 64), 600},
           {"Coded256", of_bfloats(with(coded(32), 256, 1, 16)), 500},
           {"Channel64", with(ChannelFormat{4, 2, 128}, 64, 3, 3), 600},
           {"Channel128", of_bfloats(with(ChannelFormat{}, 128, 2, 8)), 600}};

@@ -28,8 +28,17 @@ struct TwinChoice {
   int32_t window = 64, sinks = 4;
   int64_t memory_bytes = int64_t{1} << 28;
   DType dtype = DType::kFloat16;
+  RopePairing pairing = RopePairing::kHalves;
+  int32_t rotary_dims = 0;  // 0: all
   std::vector<int32_t> raw_layers;
 };
+
+inline std::vector<Rope> twin_rope(const TwinChoice& c) {
+  if (c.pairing == RopePairing::kNone) return {};
+  Rope rope = Rope::plain(10000, c.rotary_dims == 0 ? c.head_dim : c.rotary_dims);
+  rope.pairing = c.pairing;
+  return {rope};
+}
 
 inline StoreConfig twin_config(const TwinChoice& c) {
   StoreConfig config;
@@ -39,7 +48,7 @@ inline StoreConfig twin_config(const TwinChoice& c) {
   config.layout.head_dim = c.head_dim;
   config.layout.sm_scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
   config.layout.dtype = c.dtype;
-  config.rope = {Rope::plain(10000, c.head_dim)};
+  config.rope = twin_rope(c);
   config.format = c.format;
   config.max_sequences = c.max_sequences;
   config.max_tokens = c.max_tokens;
