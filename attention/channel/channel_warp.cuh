@@ -9,9 +9,7 @@
 // is cut there: such a channel alone moves a logit by thousands.
 #pragma once
 
-#include <cfloat>
-
-#include "attention/core/online_softmax.h"
+#include "attention/core/warp_columns.cuh"
 #include "attention/tiers/decode.h"
 #include "attention/tiers/page_tile.cuh"
 #include "codec/format/channel_block.h"
@@ -31,7 +29,6 @@ inline constexpr int32_t kQueryShift = 4;
 inline constexpr float kWeightExponent = 8.0f;  // of the largest weight when the reference is set
 inline constexpr float kLazyExponent = 4.0f;    // by which weights may pass it
 inline constexpr float kLeastValueScale = 0x1p-24f;
-inline constexpr float kUnseen = -FLT_MAX;  // the reference of a column without tokens
 
 // What sets caches apart.
 template <class Cache>
@@ -63,11 +60,7 @@ class ChannelWarp {
   // 32 i + l holds dims 8 i + 2 (l % 4) and the next of column l / 4.
   __device__ __forceinline__ ChannelWarp(const uint32_t* query, float scale_log2)
       : query_(query), scale_log2_(scale_log2) {
-#pragma unroll
-    for (int32_t f = 0; f < kBlocks; ++f) {
-#pragma unroll
-      for (float& x : out_[f]) x = 0;
-    }
+    columns_.begin();
   }
 
   // Raw tiles of a row, which has so many tokens in them; once, before all blocks. report() where a
@@ -160,25 +153,15 @@ class ChannelWarp {
 
   // states [8], part [8][part_stride(kHeadDim)]. After attend_raw() and attend_blocks(), once.
   __device__ __forceinline__ void store_part(SoftmaxState* states, float* part) {
-    const int32_t g = lane() / 4, t = lane() % 4;
+    columns_.add_lanes();
 #pragma unroll
     for (int32_t j = 0; j < 2; ++j) {
-      float sum = sum_[j], zero = zero_[j];
+      const float zero = columns_.over_lanes(zero_[j]);
+      columns_.reference[j] -= kWeightExponent;
 #pragma unroll
-      for (int32_t lanes = 4; lanes < 32; lanes *= 2) {
-        sum += __shfl_xor_sync(kFullWarp, sum, lanes);
-        zero += __shfl_xor_sync(kFullWarp, zero, lanes);
-      }
-      if (g == 0) states[2 * t + j] = {reference_[j] - kWeightExponent, sum};
-#pragma unroll
-      for (int32_t f = 0; f < kBlocks; ++f) {
-#pragma unroll
-        for (int32_t half = 0; half < 2; ++half) {
-          part[(2 * t + j) * part_stride(kHeadDim) + 16 * f + 8 * half + g] =
-              out_[f][2 * half + j] + zero;
-        }
-      }
+      for (float(&x)[4] : columns_.out) x[j] += zero, x[2 + j] += zero;
     }
+    columns_.store(states, part, part_stride(kHeadDim), kBlockColumns);
   }
 
  private:
@@ -192,7 +175,7 @@ class ChannelWarp {
       for (int32_t i = 0; i < 4; ++i) {
         const int32_t exponent = unpacked_exponent(kValues, 16 * f + 8 * (i / 2));
         const auto power = static_cast<float>(1 << exponent);
-        out_[f][i] *= sign > 0 ? power : 1.0f / power;
+        columns_.out[f][i] *= sign > 0 ? power : 1.0f / power;
       }
     }
   }
@@ -328,27 +311,7 @@ class ChannelWarp {
         top[j % 2] = fmaxf(top[j % 2], score[i][j] + log2_fast(scale[i][j / 2]));
       }
     }
-#pragma unroll
-    for (int32_t j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int32_t lanes = 4; lanes < 32; lanes *= 2) {
-        top[j] = fmaxf(top[j], __shfl_xor_sync(kFullWarp, top[j], lanes));
-      }
-    }
-    const bool passes =
-        top[0] > reference_[0] + kLazyExponent || top[1] > reference_[1] + kLazyExponent;
-    if (!__any_sync(kFullWarp, passes)) return;
-#pragma unroll
-    for (int32_t j = 0; j < 2; ++j) {
-      const float to = fmaxf(reference_[j], top[j]);
-      const float factor = exp2_fast(reference_[j] - to);
-      reference_[j] = to;
-      sum_[j] *= factor, zero_[j] *= factor;
-#pragma unroll
-      for (int32_t f = 0; f < kBlocks; ++f) {
-        out_[f][j] *= factor, out_[f][2 + j] *= factor;
-      }
-    }
+    columns_.raise(top, kLazyExponent, [&](int32_t j, float factor) { zero_[j] *= factor; });
   }
 
   template <CodeType kType, int32_t kTiles>
@@ -367,8 +330,8 @@ class ChannelWarp {
       float weight[4];
 #pragma unroll
       for (int32_t j = 0; j < 4; ++j) {
-        const float p = exp2_fast(score[i][j] - reference_[j % 2] + kWeightExponent);
-        sum_[j % 2] += p;
+        const float p = exp2_fast(score[i][j] - columns_.reference[j % 2] + kWeightExponent);
+        columns_.sum[j % 2] += p;
         zero_[j % 2] = fmaf(p, m[i].zero_point[j / 2], zero_[j % 2]);
         weight[j] = p * scale[i][j / 2];
       }
@@ -378,14 +341,14 @@ class ChannelWarp {
       for (int32_t f = 0; f < kBlocks; ++f) {
         uint32_t a[4];
         v[i].template fragment<Component::kValue>(f, a);
-        mma_m16n8k16(out_[f], a, b0, b1);
+        mma_m16n8k16(columns_.out[f], a, b0, b1);
       }
     }
   }
 
-  float out_[kBlocks][4];
+  WarpColumns<kBlocks> columns_;
   const uint32_t* query_;  // shared memory
-  float reference_[2] = {kUnseen, kUnseen}, sum_[2] = {}, zero_[2] = {};
+  float zero_[2] = {};     // what zero points add to every dim, times their weights
   float scale_log2_;
 };
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/coded/coded_tile.cuh"
-#include "attention/core/online_softmax.h"
+#include "attention/core/warp_columns.cuh"
 #include "gpu/lanes.cuh"
 #include "gpu/math.cuh"
 #include "gpu/mma.cuh"
@@ -19,11 +19,11 @@ TKV_HD int64_t coded_partial_floats(const CodedAttention& call) {
 }
 
 template <int kDimBlocks>
-struct CodedState {
+struct CodedState : WarpColumns<kDimBlocks> {
+  using Base = WarpColumns<kDimBlocks>;
+  using Base::out, Base::reference, Base::sum;
   uint32_t q[kDimBlocks][2];  // B operand: dims 2t, 2t + 1 (+ 8) of column t
-  float out[kDimBlocks][4];
-  float reference[2], sum[2];  // of columns 2t, 2t + 1
-  uint32_t bad;                // not 0: a block of the row breaks a rule
+  uint32_t bad;               // not 0: a block of the row breaks a rule
 
   __device__ __forceinline__ void load_queries(const CodedAttention& call, const uint16_t* query) {
     const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
@@ -40,19 +40,7 @@ struct CodedState {
     }
   }
 
-  __device__ __forceinline__ void begin() {
-#pragma unroll
-    for (int f = 0; f < kDimBlocks; ++f) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) out[f][i] = 0.0f;
-    }
-#pragma unroll
-    for (int c = 0; c < 2; ++c) reference[c] = kNoReference, sum[c] = 0.0f;
-  }
-
-  // Keeps every score below reference + kHeadroom: fp16 holds 2^kHeadroom, so that the reference
-  // seldom moves after a row's first item, and its lanes need to agree on a maximum only then.
-  static constexpr float kHeadroom = 8.0f;
+  static constexpr float kHeadroom = 8.0f;  // of references: probabilities reach 2^8
   __device__ __forceinline__ void raise_reference(const float (&s)[kItemTiles][4], float scale) {
     float top[2];
 #pragma unroll
@@ -62,21 +50,7 @@ struct CodedState {
       for (int o = 1; o < kItemTiles; ++o) x = fmaxf(x, fmaxf(s[o][c], s[o][c + 2]));
       top[c] = x * scale;
     }
-    if (!__any_sync(kFullWarp,
-                    top[0] > reference[0] + kHeadroom || top[1] > reference[1] + kHeadroom)) {
-      return;
-    }
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-#pragma unroll
-      for (int i = 4; i < 32; i *= 2) top[c] = fmaxf(top[c], __shfl_xor_sync(kFullWarp, top[c], i));
-      top[c] = fmaxf(top[c], reference[c]);
-      const float factor = exp2_fast(reference[c] - top[c]);
-      reference[c] = top[c];
-      sum[c] *= factor;
-#pragma unroll
-      for (int f = 0; f < kDimBlocks; ++f) out[f][c] *= factor, out[f][c + 2] *= factor;
-    }
+    Base::raise(top, kHeadroom);
   }
 
   // Hides the scores of places at and behind `tokens`, the tokens of the item.
@@ -125,24 +99,12 @@ struct CodedState {
   }
 
   __device__ __forceinline__ void leave(const CodedAttention& call, float* partial) {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+    // Where scores are not numbers, neither is their sum: as if there were none.
     const bool all_valid = __all_sync(kFullWarp, bad == 0);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int32_t column = 2 * t + c;
-      if (column >= call.columns) continue;
-      float* to = partial + column * call.head_dim;
-#pragma unroll
-      for (int f = 0; f < kDimBlocks; ++f) {
-        to[16 * f + g] = out[f][c];
-        to[16 * f + g + 8] = out[f][c + 2];
-      }
-      if (g != 0) continue;
-      float* states = partial + call.columns * call.head_dim;
-      states[2 * column] = reference[c];
-      // Where scores are not numbers, neither is their sum: as if there were none.
-      states[2 * column + 1] = all_valid ? fmaxf(sum[c], 0.0f) : NAN;
-    }
+    for (float& x : sum) x = all_valid ? fmaxf(x, 0.0f) : NAN;
+    Base::store(reinterpret_cast<SoftmaxState*>(partial + call.columns * call.head_dim), partial,
+                call.head_dim, call.columns);
   }
 };
 

@@ -26,7 +26,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
   static constexpr int32_t kOctaveHeadroom = 5;  // p is at most 2^8, and fp16 holds 2^15 of it
 
   // Scores into the B operand of P^T, times the factors of the values. Each lane sums what it has:
-  // add_sums() follows the last block.
+  // state.add_lanes() follows the last block.
   __device__ __forceinline__ void weigh_values(const Block& x, float (&s)[kItemTiles][4],
                                                uint32_t (&p)[kItemTiles][2]) {
     const int32_t tokens = x.slice[0].block.tokens;
@@ -53,15 +53,6 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
       }
     }
     state.sum[0] += sum[0], state.sum[1] += sum[1];
-  }
-  __device__ __forceinline__ void add_sums() {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-#pragma unroll
-      for (int i = 4; i < 32; i *= 2) {
-        state.sum[c] += __shfl_xor_sync(kFullWarp, state.sum[c], i);
-      }
-    }
   }
   // out is in units of 2^octave() steps.
   __device__ __forceinline__ int32_t octave() const {
@@ -237,7 +228,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
                     {static_cast<uint32_t>(items.first), static_cast<uint32_t>(items.end),
                      static_cast<uint32_t>(items.last), static_cast<uint32_t>(number)});
     attend_blocks();
-    add_sums();
+    state.add_lanes();
     const uint4 x = load_shared_16(kept_items);
     items.first = static_cast<int32_t>(x.x), items.end = static_cast<int32_t>(x.y);
     items.last = static_cast<int32_t>(x.z), number = static_cast<int32_t>(x.w);

@@ -59,6 +59,23 @@ class PartsJoin {
     join_groups();
   }
 
+  // One more part, behind join(): a finished output and its state. Without tokens it may be
+  // anything. `slice` is read by the lanes that write() it.
+  __device__ __forceinline__ void add(SoftmaxState part, const uint16_t* slice, bool is_bfloat16) {
+    if (part.is_empty()) return;
+    move_reference(fmaxf(state_.reference, part.reference));
+    const float f = exp2_fast(part.reference - state_.reference);
+    state_.sum = fmaf(f, part.sum, state_.sum);
+    if (!writes()) return;
+    const uint2 x = *reinterpret_cast<const uint2*>(slice + first_dim());
+    const float2 low = is_bfloat16 ? unpack_bfloats(x.x) : unpack_halves(x.x);
+    const float2 high = is_bfloat16 ? unpack_bfloats(x.y) : unpack_halves(x.y);
+    x_.x = fmaf(f, low.x, x_.x);
+    x_.y = fmaf(f, low.y, x_.y);
+    x_.z = fmaf(f, high.x, x_.z);
+    x_.w = fmaf(f, high.y, x_.w);
+  }
+
   // The same in all lanes.
   __device__ __forceinline__ const SoftmaxState& state() const {
     return state_;
@@ -77,14 +94,16 @@ class PartsJoin {
     bool is_bfloat16;
     float sink;
   };
-  __device__ __forceinline__ void write(const Output& to) const {
+  // Returns the lse.
+  __device__ __forceinline__ float write(const Output& to) const {
     const FinishedState finished = finish(state_, to.sink);
     if (to.lse != nullptr && lane() == 0) *to.lse = finished.lse;
-    if (!writes()) return;
+    if (!writes()) return finished.lse;
     const float by = finished.scale;
     const float4 x = {x_.x * by, x_.y * by, x_.z * by, x_.w * by};
     *reinterpret_cast<uint2*>(to.slice + first_dim()) =
         uint2{pack_outputs(x.x, x.y, to.is_bfloat16), pack_outputs(x.z, x.w, to.is_bfloat16)};
+    return finished.lse;
   }
 
  private:

@@ -8,7 +8,9 @@
 // Bound: the bytes of the ring, 40 KB a row of head_dim 128 with 80 tokens.
 #pragma once
 
-#include "attention/core/online_softmax.h"
+#include "attention/core/parts_join.cuh"
+#include "attention/core/query_unit.h"
+#include "attention/core/warp_columns.cuh"
 #include "codec/format/element.h"
 #include "gpu/constants.h"
 #include "gpu/math.cuh"
@@ -24,14 +26,14 @@ inline constexpr int32_t kAttendWarps = kAttendThreads / 32;
 inline constexpr int32_t kColumns = 8;           // of a round
 inline constexpr int32_t kMostColumns = 16 * 8;  // heads of a group times queries
 inline constexpr int32_t kKeptItems = 2;         // of a warp, whose scores a count finds again
+inline constexpr float kHeadroom = 8.0f;         // of references: probabilities reach 2^8
 
 template <int32_t kHeadDim>
 struct RawAttendShared {
   static constexpr int32_t kStride = kHeadDim + 4;  // no bank conflicts between columns
   float out[kAttendWarps][kColumns][kStride];
   SoftmaxState states[kAttendWarps][kColumns];
-  float weights[kAttendWarps + 1][kColumns];  // of the warps' parts and of the body
-  float lse[kMostColumns];                    // in log2 units
+  float lse[kMostColumns];  // in log2 units
   float seen[kAttendWarps][kColumns][kTileTokens];
   float largest[kAttendWarps][kMaxStepTokens][kTileTokens];
   float4 kept[kAttendWarps][kKeptItems][kWarpLanes];
@@ -71,6 +73,7 @@ struct Column {
 template <int32_t kHeadDim>
 struct RawAttend {
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
+  static constexpr int32_t kJoinDims = 128, kSlices = slices_of(kHeadDim, kJoinDims);
   const RawAttendCall& c;
   RawAttendShared<kHeadDim>& shared;
   const RawRow r = raw_row(c);
@@ -84,12 +87,7 @@ struct RawAttend {
     int32_t position[2];
   };
 
-  // The lane's two columns of what a warp has seen; sums are its own tokens'.
-  struct WarpPart {
-    float largest[2] = {-INFINITY, -INFINITY};
-    float sum[2] = {};
-    float out[kBlocks][4] = {};
-  };
+  using WarpPart = WarpColumns<kBlocks>;
 
   __device__ __forceinline__ Column column_at(int32_t index) {
     const int32_t query = index / c.group;
@@ -119,11 +117,8 @@ struct RawAttend {
       }
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
-      // 2^-exponent and 2^exponent of the largest; both are normal numbers.
-      const auto biased = static_cast<int32_t>(float_bits(most) >> 23 & 0xffu);
-      const int32_t exponent = biased < 17 ? -110 : biased > 237 ? 110 : biased - 127;
-      const float inverse = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
-      scale = bits_float(static_cast<uint32_t>(127 + exponent) << 23);
+      scale = query_unit(most, 0, 0);
+      const float inverse = 1.0f / scale;
 #pragma unroll
       for (int32_t b = 0; b < kBlocks; ++b) {
 #pragma unroll
@@ -229,39 +224,14 @@ struct RawAttend {
     }
   }
 
-  __device__ __forceinline__ static float largest_of(float x, float y) {
-    return fmaxf(x, y);
-  }
-  __device__ __forceinline__ static float sum_of(float x, float y) {
-    return x + y;
-  }
-  // Over the tokens of a column.
-  template <class Join>
-  __device__ __forceinline__ static float of_tokens(float x, const Join& join) {
+  __device__ __forceinline__ static void add_item(WarpPart& part, float (&s)[4],
+                                                  const uint32_t (&v)[kBlocks][4]) {
+    float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+    part.raise(top, kHeadroom);
 #pragma unroll
-    for (int32_t lanes = 4; lanes < 32; lanes *= 2) {
-      x = join(x, __shfl_xor_sync(kFullWarp, x, lanes));
-    }
-    return x;
-  }
-
-  __device__ __forceinline__ void add_item(WarpPart& part, float (&s)[4],
-                                           const uint32_t (&v)[kBlocks][4]) {
-#pragma unroll
-    for (int32_t column = 0; column < 2; ++column) {
-      const float before = part.largest[column];
-      const float now = fmaxf(before, of_tokens(fmaxf(s[column], s[2 + column]), largest_of));
-      const float reference = now == -INFINITY ? 0.0f : now;
-      const float kept = exp2_fast(before - reference);
-      part.largest[column] = now;
-      s[column] = exp2_fast(s[column] - reference);
-      s[2 + column] = exp2_fast(s[2 + column] - reference);
-      part.sum[column] = part.sum[column] * kept + s[column] + s[2 + column];
-#pragma unroll
-      for (int32_t b = 0; b < kBlocks; ++b) {
-        part.out[b][column] *= kept;
-        part.out[b][2 + column] *= kept;
-      }
+    for (int32_t i = 0; i < 4; ++i) {
+      s[i] = exp2_fast(s[i] - part.reference[i % 2]);
+      part.sum[i % 2] += s[i];
     }
     const uint32_t p0 = transpose_8x8(pack_halves(s[0], s[1]));
     const uint32_t p1 = transpose_8x8(pack_halves(s[2], s[3]));
@@ -269,60 +239,23 @@ struct RawAttend {
     for (int32_t b = 0; b < kBlocks; ++b) mma_m16n8k16(part.out[b], v[b], p0, p1);
   }
 
-  __device__ __forceinline__ void store_part(const WarpPart& part) {
-#pragma unroll
-    for (int32_t column = 0; column < 2; ++column) {
-      const float sum = of_tokens(part.sum[column], sum_of);
-      if (g == 0) shared.states[warp][2 * t + column] = {part.largest[column], sum};
-#pragma unroll
-      for (int32_t b = 0; b < kHeadDim / kDimBlock; ++b) {
-        shared.out[warp][2 * t + column][kDimBlock * b + g] = part.out[b][column];
-        shared.out[warp][2 * t + column][kDimBlock * b + g + 8] = part.out[b][2 + column];
-      }
-    }
-  }
-
-  // By one thread a column: what the parts weigh in its output, and its lse.
-  __device__ __forceinline__ void weigh_column(int32_t first_column, int32_t in_round) {
-    const Column column = column_at(first_column + in_round);
-    if (!column.is_real) return;
-    const int64_t line = line_of(column);
-    const SoftmaxState body =
-        c.body_lse == nullptr ? SoftmaxState{} : state_of_lse(c.body_lse[line]);
-    SoftmaxState whole = body;
-    for (int32_t w = 0; w < kAttendWarps; ++w) whole = join(whole, shared.states[w][in_round]);
-    const float sink = c.sinks == nullptr ? -INFINITY : c.sinks[r.kv_head * c.group + column.head];
-    const FinishedState finished = finish(whole, sink);
-    for (int32_t w = 0; w < kAttendWarps; ++w) {
-      shared.weights[w][in_round] = share(shared.states[w][in_round], whole) * finished.scale;
-    }
-    shared.weights[kAttendWarps][in_round] = share(body, whole) * finished.scale;
-    shared.lse[first_column + in_round] = finished.lse * kLog2E;
-    if (c.lse != nullptr) c.lse[line] = finished.lse;
-  }
-
-  // Two dims a thread.
-  __device__ __forceinline__ void write_columns(int32_t first_column) {
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < kColumns * kHeadDim / 2;
-         i += kAttendThreads) {
-      const int32_t in_round = i / (kHeadDim / 2), dim = i % (kHeadDim / 2) * 2;
+  // What the warps have of a round's columns, and the body's output, which is in its place already.
+  __device__ __forceinline__ void join_columns(int32_t first_column) {
+    for (int32_t task = warp; task < kColumns * kSlices; task += kAttendWarps) {
+      const int32_t in_round = task / kSlices, dim = task % kSlices * kJoinDims;
       const Column column = column_at(first_column + in_round);
-      if (!column.is_real) continue;
-      uint32_t* to = reinterpret_cast<uint32_t*>(c.out + line_of(column) * kHeadDim + dim);
-      const float of_body = shared.weights[kAttendWarps][in_round];
-      float low = 0, high = 0;
-      if (of_body != 0) {  // otherwise there may be anything
-        const uint32_t body = *to;
-        low = of_body * raw_to_float(c.dtype, static_cast<uint16_t>(body));
-        high = of_body * raw_to_float(c.dtype, static_cast<uint16_t>(body >> 16));
-      }
-#pragma unroll
-      for (int32_t w = 0; w < kAttendWarps; ++w) {
-        const float weight = shared.weights[w][in_round];
-        low += weight * shared.out[w][in_round][dim];
-        high += weight * shared.out[w][in_round][dim + 1];
-      }
-      *to = pack_outputs(low, high, c.dtype == DType::kBFloat16);
+      if (!column.is_real) break;
+      const int64_t line = line_of(column);
+      uint16_t* const slice = c.out + line * kHeadDim + dim;
+      const bool is_bfloat16 = c.dtype == DType::kBFloat16;
+      PartsJoin<kJoinDims, kAttendWarps, false> sum(kHeadDim - dim);
+      sum.join(even_parts(&shared.states[0][in_round], &shared.out[0][in_round][dim], kColumns,
+                          kColumns * shared.kStride, kAttendWarps));
+      if (c.body_lse != nullptr) sum.add(state_of_lse(c.body_lse[line]), slice, is_bfloat16);
+      const float lse =
+          sum.write({slice, c.lse == nullptr || dim != 0 ? nullptr : c.lse + line, is_bfloat16,
+                     c.sinks == nullptr ? -INFINITY : c.sinks[r.kv_head * c.group + column.head]});
+      if (dim == 0 && lane == 0) shared.lse[first_column + in_round] = lse * kLog2E;
     }
   }
 
@@ -341,6 +274,7 @@ struct RawAttend {
   __device__ __forceinline__ void attend_columns(int32_t first_column) {
     const Queries q = load_queries(first_column);
     WarpPart part;
+    part.begin();
     for (int32_t item = first_item(); item < r.ring_tiles; item += kAttendWarps) {
       uint32_t x[kBlocks][4];
       float s[4];
@@ -359,13 +293,10 @@ struct RawAttend {
         add_item(part, s, x);
       }
     }
-    store_part(part);
+    part.add_lanes();
+    part.store(shared.states[warp], shared.out[warp][0], shared.kStride, kColumns);
     __syncthreads();
-    if (threadIdx.x < kColumns) {
-      weigh_column(first_column, static_cast<int32_t>(threadIdx.x));
-    }
-    __syncthreads();
-    write_columns(first_column);
+    join_columns(first_column);
   }
 
   __device__ __forceinline__ static float probability(float score, float lse) {

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a warp has summed of eight columns of queries, as mma.m16n8k16 lays it out: lane 4g + t
+// holds dims g and g + 8 of each dim block, for columns 2t and 2t + 1.
+//
+// A column's reference moves only where a score passes it by more than a headroom, which fp16 must
+// hold as a power of two. So lanes need to agree on a maximum only then: seldom, behind the first
+// tokens.
+#pragma once
+
+#include <cfloat>
+
+#include "attention/core/online_softmax.h"
+#include "gpu/lanes.cuh"
+
+namespace tierkv {
+
+template <int kDimBlocks>
+struct WarpColumns {
+  static constexpr float kUnseen = -FLT_MAX;  // the reference of a column without tokens
+
+  float out[kDimBlocks][4];
+  float reference[2], sum[2];  // of columns 2t, 2t + 1; sums are the lane's until add_lanes()
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int f = 0; f < kDimBlocks; ++f) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[f][i] = 0.0f;
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) reference[c] = kUnseen, sum[c] = 0.0f;
+  }
+
+  // top: the largest score of the lane's tokens, in log2 units; -infinity where a column sees none.
+  // No score passes reference + headroom afterwards. moved(column, factor) scales what the caller
+  // sums beside this.
+  template <class Moved>
+  __device__ __forceinline__ void raise(float (&top)[2], float headroom, const Moved& moved) {
+    if (!__any_sync(kFullWarp,
+                    top[0] > reference[0] + headroom || top[1] > reference[1] + headroom)) {
+      return;
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int i = 4; i < 32; i *= 2) top[c] = fmaxf(top[c], __shfl_xor_sync(kFullWarp, top[c], i));
+      top[c] = fmaxf(top[c], reference[c]);
+      const float factor = exp2_fast(reference[c] - top[c]);
+      reference[c] = top[c];
+      sum[c] *= factor;
+      moved(c, factor);
+#pragma unroll
+      for (int f = 0; f < kDimBlocks; ++f) out[f][c] *= factor, out[f][c + 2] *= factor;
+    }
+  }
+  __device__ __forceinline__ void raise(float (&top)[2], float headroom) {
+    raise(top, headroom, [](int, float) {});
+  }
+
+  __device__ __forceinline__ static float over_lanes(float x) {
+#pragma unroll
+    for (int i = 4; i < 32; i *= 2) x += __shfl_xor_sync(kFullWarp, x, i);
+    return x;
+  }
+  // Sums of all tokens into every lane, once.
+  __device__ __forceinline__ void add_lanes() {
+#pragma unroll
+    for (float& x : sum) x = over_lanes(x);
+  }
+
+  // After add_lanes(). part: float [columns][stride]; states: [columns]; columns: at most 8.
+  __device__ __forceinline__ void store(SoftmaxState* states, float* part, int32_t stride,
+                                        int32_t columns) const {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int32_t column = 2 * t + c;
+      if (column >= columns) continue;
+      float* to = part + column * stride;
+#pragma unroll
+      for (int f = 0; f < kDimBlocks; ++f) {
+        to[16 * f + g] = out[f][c];
+        to[16 * f + g + 8] = out[f][c + 2];
+      }
+      if (g == 0) states[column] = {reference[c], sum[c]};
+    }
+  }
+};
+
+}  // namespace tierkv
