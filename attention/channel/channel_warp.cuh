@@ -280,6 +280,11 @@ class ChannelWarp {
     add_tokens(w.v, m, score);
   }
 
+  // A tile, for score_tile() and add_tile().
+  template <Component kComponent, CodeType kType>
+  __device__ __forceinline__ static auto fragments(const LaneWords<kType, kHeadDim>& words) {
+    return [&words](int f, uint32_t(&a)[4]) { words.template fragment<kComponent>(f, a); };
+  }
   template <CodeType kType, int32_t kTiles>
   __device__ __forceinline__ void multiply_keys(const LaneWords<kType, kHeadDim> (&k)[kTiles],
                                                 const uint32_t (&query)[kBlocks][2],
@@ -288,15 +293,7 @@ class ChannelWarp {
     for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (float& x : score[i]) x = 0;
-    }
-#pragma unroll
-    for (int32_t f = 0; f < kBlocks; ++f) {
-#pragma unroll
-      for (int32_t i = 0; i < kTiles; ++i) {
-        uint32_t a[4];
-        k[i].template fragment<Component::kKey>(f, a);
-        mma_m16n8k16(score[i], a, query[f][0], query[f][1]);
-      }
+      score_tile(query, fragments<Component::kKey>(k[i]), score[i]);
     }
   }
 
@@ -335,14 +332,9 @@ class ChannelWarp {
         zero_[j % 2] = fmaf(p, m[i].zero_point[j / 2], zero_[j % 2]);
         weight[j] = p * scale[i][j / 2];
       }
-      const uint32_t b0 = transpose_8x8(pack_halves(weight[0], weight[1]));
-      const uint32_t b1 = transpose_8x8(pack_halves(weight[2], weight[3]));
-#pragma unroll
-      for (int32_t f = 0; f < kBlocks; ++f) {
-        uint32_t a[4];
-        v[i].template fragment<Component::kValue>(f, a);
-        mma_m16n8k16(columns_.out[f], a, b0, b1);
-      }
+      const uint32_t p[2] = {transpose_8x8(pack_halves(weight[0], weight[1])),
+                             transpose_8x8(pack_halves(weight[2], weight[3]))};
+      columns_.add_tile(fragments<Component::kValue>(v[i]), p);
     }
   }
 

@@ -51,10 +51,12 @@ struct RawRowsWarp {
     if (int64_t{ref.offset} * kBlockAlignment + bytes > c.size) return nullptr;
     return c.bytes + int64_t{ref.offset} * kBlockAlignment + kBlockTokens;
   }
-  __device__ __forceinline__ static void load(const uint8_t* tile, int f, uint32_t (&a)[4]) {
-    const uint4 x =
-        *reinterpret_cast<const uint4*>(tile + f * (kWarpLanes * 16) + threadIdx.x % 32 * 16);
-    a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+  // Tile o, for score_tile() and add_tile().
+  __device__ __forceinline__ static auto tile(const uint8_t* tiles, int o) {
+    return [from = tiles + o * kTileBytes + threadIdx.x % 32 * 16](int f, uint32_t(&a)[4]) {
+      const uint4 x = *reinterpret_cast<const uint4*>(from + f * (kWarpLanes * 16));
+      a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+    };
   }
   __device__ __forceinline__ void attend_block(int32_t block, int32_t tokens, float scale) {
     const uint8_t* keys = tiles_of(call.keys, block, tokens);
@@ -68,23 +70,13 @@ struct RawRowsWarp {
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
       if (o >= tile_count(tokens)) break;
-#pragma unroll
-      for (int f = 0; f < kDimBlocks; ++f) {
-        uint32_t a[4];
-        load(keys + o * kTileBytes, f, a);
-        mma_m16n8k16(s[o], a, state.q[f][0], state.q[f][1]);
-      }
+      score_tile(state.q, tile(keys, o), s[o]);
     }
     state.weigh(s, tokens, scale, p);
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
       if (o >= tile_count(tokens)) break;
-#pragma unroll
-      for (int f = 0; f < kDimBlocks; ++f) {
-        uint32_t a[4];
-        load(values + o * kTileBytes, f, a);
-        mma_m16n8k16(state.out[f], a, p[o][0], p[o][1]);
-      }
+      state.add_tile(tile(values, o), p[o]);
     }
   }
 };

@@ -138,12 +138,8 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
       const int32_t tiles = tile_count(slice.block.tokens);
 #pragma unroll 1
       for (int o = 0; o < tiles; ++o) {
-#pragma unroll
-        for (int f = kSlice * kSliceBlocks; f < (kSlice + 1) * kSliceBlocks; ++f) {
-          uint32_t a[4];
-          streams.codes(table, base, a);
-          mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
-        }
+        const auto codes = [&](int, uint32_t(&a)[4]) { streams.codes(table, base, a); };
+        state.template add_tile<kSlice * kSliceBlocks, (kSlice + 1) * kSliceBlocks>(codes, p[0]);
         shift_tiles(p);
       }
       state.bad |= Base::streams_end(slice, streams);

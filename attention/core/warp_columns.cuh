@@ -11,8 +11,22 @@
 
 #include "attention/core/online_softmax.h"
 #include "gpu/lanes.cuh"
+#include "gpu/mma.cuh"
 
 namespace tierkv {
+
+// Adds the products of eight queries, q as the B operand of each dim block, and the keys of a tile
+// of 16 tokens. keys(f, a): the A operand of dim block f.
+template <int kDimBlocks, class Tile>
+__device__ __forceinline__ void score_tile(const uint32_t (&q)[kDimBlocks][2], const Tile& keys,
+                                           float (&s)[4]) {
+#pragma unroll
+  for (int f = 0; f < kDimBlocks; ++f) {
+    uint32_t a[4];
+    keys(f, a);
+    mma_m16n8k16(s, a, q[f][0], q[f][1]);
+  }
+}
 
 template <int kDimBlocks>
 struct WarpColumns {
@@ -55,6 +69,18 @@ struct WarpColumns {
   }
   __device__ __forceinline__ void raise(float (&top)[2], float headroom) {
     raise(top, headroom, [](int, float) {});
+  }
+
+  // Adds the values of a tile to dim blocks kFirst to kEnd - 1, weighted by p, the B operand of
+  // P^T. values(f, a): the A operand of dim block f.
+  template <int kFirst = 0, int kEnd = kDimBlocks, class Tile>
+  __device__ __forceinline__ void add_tile(const Tile& values, const uint32_t (&p)[2]) {
+#pragma unroll
+    for (int f = kFirst; f < kEnd; ++f) {
+      uint32_t a[4];
+      values(f, a);
+      mma_m16n8k16(out[f], a, p[0], p[1]);
+    }
   }
 
   __device__ __forceinline__ static float over_lanes(float x) {

@@ -197,14 +197,21 @@ struct RawAttend {
     }
   }
 
+  // A loaded tile, for score_tile() and add_tile().
+  __device__ __forceinline__ static auto fragments(const uint32_t (&x)[kBlocks][4]) {
+    return [&x](int b, uint32_t(&a)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = x[b][i];
+    };
+  }
+
   // Logits in log2 units of the lane's tokens (g and g + 8) and columns, as mma lays them out;
   // -infinity where the query does not see the token.
   __device__ __forceinline__ void score_item(const Queries& q, int32_t item,
                                              const uint32_t (&k)[kBlocks][4], float (&s)[4]) {
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) s[i] = 0;
-#pragma unroll
-    for (int32_t b = 0; b < kBlocks; ++b) mma_m16n8k16(s, k[b], q.words[b][0], q.words[b][1]);
+    score_tile(q.words, fragments(k), s);
     const bool sinks = item < 0;
     const int32_t base = sinks ? 0 : (r.first_tile + item) * kTileTokens;
     const int32_t first = sinks ? 0 : r.first, end = sinks ? r.sinks : r.at.tokens;
@@ -233,10 +240,9 @@ struct RawAttend {
       s[i] = exp2_fast(s[i] - part.reference[i % 2]);
       part.sum[i % 2] += s[i];
     }
-    const uint32_t p0 = transpose_8x8(pack_halves(s[0], s[1]));
-    const uint32_t p1 = transpose_8x8(pack_halves(s[2], s[3]));
-#pragma unroll
-    for (int32_t b = 0; b < kBlocks; ++b) mma_m16n8k16(part.out[b], v[b], p0, p1);
+    const uint32_t p[2] = {transpose_8x8(pack_halves(s[0], s[1])),
+                           transpose_8x8(pack_halves(s[2], s[3]))};
+    part.add_tile(fragments(v), p);
   }
 
   // What the warps have of a round's columns, and the body's output, which is in its place already.
