@@ -39,11 +39,11 @@ __device__ __forceinline__ void load_stationary(
 #pragma unroll
   for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) {
     const int32_t row =
-        tile.rows.position(tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles +
-                           64 * (i / 2) + thread_row() + 8 * (i % 2));
-    const bool present = row < from.num_tokens;
-    const uint8_t* at = from.base + (present ? row * from.token_bytes : 0) +
-                        tile.head * from.head_bytes + 2 * thread_column();
+        warpgroup_index() * 64 * Shape::kSubTiles + 64 * (i / 2) + thread_row() + 8 * (i % 2);
+    const int32_t token = tile.token(row);
+    const bool present = token < from.num_tokens;
+    const uint8_t* at = from.base + (present ? token * from.token_bytes : 0) +
+                        tile.head(row) * from.head_bytes + 2 * thread_column();
 #pragma unroll
     for (int32_t step = 0; step < Shape::kSteps; ++step) {
 #pragma unroll
@@ -164,40 +164,35 @@ __device__ __forceinline__ void multiply_stream(uint8_t* shared, const RowSource
 
 // ---- kernels ----
 
-template <int32_t kHeadDim, DType kDtype>
-__global__ void __launch_bounds__(kMathThreads, 1)
-    mma_significance(const __grid_constant__ ScoreTask task) {
+template <class Taker, int32_t kHeadDim, DType kDtype>
+__device__ __forceinline__ void mma_tile(const ScoreTask& task, const CtaTile& tile,
+                                         const StreamShape& stream) {
   extern __shared__ __align__(128) uint8_t score_stages[];
+  constexpr bool kRowsAreQueries = Taker::kRowsAreQueries;
   const SignificanceCall& p = task.p;
-  CtaTile tile;
-  if (!find_tile(p, MmaShape<kHeadDim>::kRows, false, &tile)) return;
-  SignificanceTaker<kHeadDim> taker = {};
-  taker.stream = query_stream(p, tile);
-  taker.first_key = tile.first_row + warpgroup_index() * 64 * MmaShape<kHeadDim>::kSubTiles;
-  taker.scale = static_cast<float>(p.sm_scale);
-  multiply_stream<kHeadDim, kDtype>(score_stages, source_of(p, false, tile.start, tile.num_tokens),
-                                    tile, source_of(p, true, tile.start, tile.num_tokens),
-                                    taker.stream, task.lse, p.total_tokens, taker.needed(), &taker);
+  Taker taker(task, tile, stream);
+  multiply_stream<kHeadDim, kDtype>(
+      score_stages, source_of(p, kRowsAreQueries, tile.start, tile.num_tokens), tile,
+      source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens), stream,
+      kRowsAreQueries ? nullptr : task.lse, p.total_tokens, taker.needed(tile), &taker);
   taker.finish(tile, p.total_tokens, task.out);
 }
 
 template <int32_t kHeadDim, DType kDtype>
-__global__ void __launch_bounds__(kMathThreads, 1) mma_lse(const __grid_constant__ ScoreTask task) {
-  extern __shared__ __align__(128) uint8_t score_stages[];
-  using Shape = MmaShape<kHeadDim>;
-  const SignificanceCall& p = task.p;
+__global__ void __launch_bounds__(kMathThreads, 1)
+    mma_significance(const __grid_constant__ ScoreTask task) {
   CtaTile tile;
-  if (!find_tile(p, Shape::kRows, true, &tile)) return;
-  const StreamShape stream = key_stream(p, tile, Shape::kRows);
-  LseTaker<kHeadDim> taker = {};
-  taker.queries = tile.rows;
-  taker.first_query = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
-  taker.scale = static_cast<float>(p.sm_scale) * kLog2E;
-  for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) taker.top[i / 2][i % 2] = -INFINITY;
-  multiply_stream<kHeadDim, kDtype>(score_stages, source_of(p, true, tile.start, tile.num_tokens),
-                                    tile, source_of(p, false, tile.start, tile.num_tokens), stream,
-                                    nullptr, p.total_tokens, taker.needed(stream.tiles()), &taker);
-  taker.finish(tile, p.total_tokens, task.out);
+  StreamShape queries;
+  if (!find_keys(task.p, MmaShape<kHeadDim>::kRows, &tile, &queries)) return;
+  mma_tile<SignificanceTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, queries);
+}
+
+template <int32_t kHeadDim, DType kDtype>
+__global__ void __launch_bounds__(kMathThreads, 1) mma_lse(const __grid_constant__ ScoreTask task) {
+  CtaTile tile;
+  StreamShape keys;
+  if (!find_queries(task, MmaShape<kHeadDim>::kRows, &tile, &keys)) return;
+  mma_tile<LseTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, keys);
 }
 
 }  // namespace tierkv

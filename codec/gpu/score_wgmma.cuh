@@ -88,7 +88,7 @@ __device__ void copy_tiles(const SharedTiles<kHeadDim>& shared, const RowSource&
                            const float* lse, int32_t total_tokens) {
   using Shape = ScoreShape<kHeadDim>;
   copy_rows<kHeadDim, Shape::kRows, kCopyThreads>(rows, shared.stationary(), [&](int32_t row) {
-    return make_int2(tile.rows.position(tile.first_row + row), tile.head);
+    return make_int2(tile.token(row), tile.head(row));
   });
   arrive_after_copies(shared.stationary_full());
   for (int32_t i = 0; i < stream.tiles(); ++i) {
@@ -187,32 +187,36 @@ __device__ void init_barriers(const SharedTiles<kHeadDim>& shared) {
   }
   __syncthreads();
 }
+
+template <class Taker, int32_t kHeadDim, DType kDtype>
+__device__ __forceinline__ void wgmma_tile(const ScoreTask& task, const CtaTile& tile,
+                                           const StreamShape& stream) {
+  constexpr bool kRowsAreQueries = Taker::kRowsAreQueries;
+  const SignificanceCall& p = task.p;
+  const auto shared = SharedTiles<kHeadDim>::find();
+  init_barriers(shared);
+  if (warpgroup_index() == kMathThreads / 128) {
+    give_registers<40>();
+    copy_tiles(shared, source_of(p, kRowsAreQueries, tile.start, tile.num_tokens), tile,
+               source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens), stream,
+               kRowsAreQueries ? nullptr : task.lse, p.total_tokens);
+  } else {
+    take_registers<232>();
+    Taker taker(task, tile, stream);
+    multiply_tiles<kHeadDim, kDtype>(shared, stream.tiles(), taker.needed(tile), &taker);
+    taker.finish(tile, p.total_tokens, task.out);
+  }
+}
 #endif
 
 template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kWgmmaBound, 1)
     wgmma_significance(const __grid_constant__ ScoreTask task) {
 #if TKV_HAS_WGMMA
-  using Shape = ScoreShape<kHeadDim>;
-  const SignificanceCall& p = task.p;
   CtaTile tile;
-  if (!find_tile(p, Shape::kRows, false, &tile)) return;
-  const StreamShape stream = query_stream(p, tile);
-  const auto shared = SharedTiles<kHeadDim>::find();
-  init_barriers(shared);
-  if (warpgroup_index() == kMathThreads / 128) {
-    give_registers<40>();
-    copy_tiles(shared, source_of(p, false, tile.start, tile.num_tokens), tile,
-               source_of(p, true, tile.start, tile.num_tokens), stream, task.lse, p.total_tokens);
-  } else {
-    take_registers<232>();
-    SignificanceTaker<kHeadDim> taker = {};
-    taker.stream = stream;
-    taker.first_key = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
-    taker.scale = static_cast<float>(p.sm_scale);
-    multiply_tiles<kHeadDim, kDtype>(shared, stream.tiles(), taker.needed(), &taker);
-    taker.finish(tile, p.total_tokens, task.out);
-  }
+  StreamShape queries;
+  if (!find_keys(task.p, ScoreShape<kHeadDim>::kRows, &tile, &queries)) return;
+  wgmma_tile<SignificanceTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, queries);
 #endif
 }
 
@@ -220,28 +224,10 @@ template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kWgmmaBound, 1)
     wgmma_lse(const __grid_constant__ ScoreTask task) {
 #if TKV_HAS_WGMMA
-  using Shape = ScoreShape<kHeadDim>;
-  const SignificanceCall& p = task.p;
   CtaTile tile;
-  if (!find_tile(p, Shape::kRows, true, &tile)) return;
-  const StreamShape stream = key_stream(p, tile, Shape::kRows);
-  const auto shared = SharedTiles<kHeadDim>::find();
-  init_barriers(shared);
-  if (warpgroup_index() == kMathThreads / 128) {
-    give_registers<40>();
-    copy_tiles<kHeadDim>(shared, source_of(p, true, tile.start, tile.num_tokens), tile,
-                         source_of(p, false, tile.start, tile.num_tokens), stream, nullptr,
-                         p.total_tokens);
-  } else {
-    take_registers<232>();
-    LseTaker<kHeadDim> taker = {};
-    taker.queries = tile.rows;
-    taker.first_query = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
-    taker.scale = static_cast<float>(p.sm_scale) * kLog2E;
-    for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) taker.top[i / 2][i % 2] = -INFINITY;
-    multiply_tiles<kHeadDim, kDtype>(shared, stream.tiles(), taker.needed(stream.tiles()), &taker);
-    taker.finish(tile, p.total_tokens, task.out);
-  }
+  StreamShape keys;
+  if (!find_queries(task, ScoreShape<kHeadDim>::kRows, &tile, &keys)) return;
+  wgmma_tile<LseTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, keys);
 #endif
 }
 

@@ -67,8 +67,8 @@ struct TKV_API SignificanceCall {
 TKV_API Status prompt_significance(const SignificanceCall& p, const float* lse, float* significance,
                                    GpuStream stream);
 
-// lse [num_q_heads, total_tokens], natural logarithm, of counted queries; others keep what is
-// there.
+// lse [num_q_heads, total_tokens], natural logarithm, of counted queries. Of other queries the call
+// may use the entries; each keeps what is there or becomes NaN.
 TKV_API Status prompt_lse(const SignificanceCall& p, float* lse, GpuStream stream);
 
 // The references, in double, one thread: all pointers in host memory, any head_dim, group and
