@@ -23,7 +23,7 @@ template <int32_t kHeadDim, DType kDtype>
 ScoreLaunch wgmma_launch(bool is_lse) {
   using Shape = ScoreShape<kHeadDim>;
   return {is_lse ? wgmma_lse<kHeadDim, kDtype> : wgmma_significance<kHeadDim, kDtype>,
-          kScoreThreads, Shape::kSharedBytes, Shape::kRows};
+          kScoreThreads, Shape::kSharedBytes, StationaryRows<kHeadDim>::kRows};
 }
 template <int32_t kHeadDim, DType kDtype>
 ScoreLaunch mma_launch(bool is_lse) {

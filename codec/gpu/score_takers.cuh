@@ -18,14 +18,6 @@ struct TileRange {
   int32_t begin, end;
 };
 
-// Rows of a thread in the 64 x 128 scores of a sub-tile: g and g + 8; columns 8 c + 2 t + {0, 1}.
-__device__ __forceinline__ int32_t thread_row() {
-  return static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + lane_index() / 4;
-}
-__device__ __forceinline__ int32_t thread_column() {
-  return lane_index() % 4 * 2;
-}
-
 // ---- significance ----
 
 // Which of a tile's queries come after a thread's keys, `key` and key + 8.
@@ -183,14 +175,15 @@ struct LseTaker {
     for (int32_t r = 0; r < 2; ++r) {
       float highest = top[sub][r];
 #pragma unroll
-      for (int32_t i = 0; i < kScoresPerThread; ++i) {
-        if (i % 4 / 2 == r) highest = nan_max(highest, scores[i]);
+      for (int32_t i = 2 * r; i < kScoresPerThread; i += 4) {
+        highest = nan_max(highest, nan_max(scores[i], scores[i + 1]));
       }
       const float shift = highest == -INFINITY ? 0.0f : highest * scale;
       float total = sum[sub][r] * exp2_approx(__fmaf_rn(top[sub][r], scale, -shift));
 #pragma unroll
-      for (int32_t i = 0; i < kScoresPerThread; ++i) {
-        if (i % 4 / 2 == r) total += exp2_approx(__fmaf_rn(scores[i], scale, -shift));
+      for (int32_t i = 2 * r; i < kScoresPerThread; i += 4) {
+        total += exp2_approx(__fmaf_rn(scores[i], scale, -shift)) +
+                 exp2_approx(__fmaf_rn(scores[i + 1], scale, -shift));
       }
       top[sub][r] = highest;
       sum[sub][r] = total;

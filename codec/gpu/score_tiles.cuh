@@ -68,6 +68,11 @@ struct RowSource {
   const uint8_t* base;  // token 0 of head 0, 16-byte aligned
   int64_t token_bytes, head_bytes;
   int32_t num_tokens;
+
+  __device__ const uint8_t* row(int32_t token, int32_t head) const {
+    return base + static_cast<uint32_t>(token) * static_cast<uint64_t>(token_bytes) +
+           static_cast<uint32_t>(head) * static_cast<uint64_t>(head_bytes);
+  }
 };
 // The stream: tokens of a sample from index `begin` to before `end`, of heads first_head ..
 // first_head + heads - 1, padded to a power of two, 2^log_heads, by repeating the last.
@@ -80,12 +85,13 @@ struct StreamShape {
   __device__ int32_t tiles() const {
     return end <= begin ? 0 : (end - begin - 1) / tokens_per_tile() + 1;
   }
-  __device__ int32_t token_of(int32_t tile, int32_t column) const {
+  __device__ int32_t token_of(int32_t tile, uint32_t column) const {
     return tokens.position(begin + tile * tokens_per_tile() + (column >> (3 + log_heads)) * 8 +
                            column % 8);
   }
-  __device__ int32_t head_of(int32_t column) const {
-    return first_head + min(column / 8 & ((1 << log_heads) - 1), heads - 1);
+  __device__ int32_t head_of(uint32_t column) const {
+    const auto head = static_cast<int32_t>(column / 8 & ((1u << log_heads) - 1));
+    return first_head + min(head, heads - 1);
   }
 };
 
@@ -110,6 +116,14 @@ struct CtaTile {
 // branches.
 __device__ __forceinline__ int32_t warpgroup_index() {
   return __shfl_sync(kFullWarp, static_cast<int32_t>(threadIdx.x) / 128, 0);
+}
+
+// Rows of a thread in the 64 x 128 scores of a sub-tile: g and g + 8; columns 8 c + 2 t + {0, 1}.
+__device__ __forceinline__ int32_t thread_row() {
+  return static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + lane_index() / 4;
+}
+__device__ __forceinline__ int32_t thread_column() {
+  return lane_index() % 4 * 2;
 }
 
 __device__ inline RowSource source_of(const SignificanceCall& p, bool is_query, int32_t start,
@@ -171,19 +185,43 @@ __device__ inline bool find_queries(const ScoreTask& task, int32_t rows, CtaTile
 
 // ---- copies ----
 
+// A warp's stationary rows as A operands, 16 rows of each sub-tile; rows behind the sequence are
+// zeros.
+template <int32_t kHeadDim>
+__device__ __forceinline__ void load_stationary(
+    const RowSource& from, const CtaTile& tile,
+    uint32_t (&a)[StationaryRows<kHeadDim>::kSubTiles][kHeadDim / 16][4]) {
+  constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
+#pragma unroll
+  for (int32_t i = 0; i < 2 * kSubTiles; ++i) {
+    const int32_t row =
+        warpgroup_index() * 64 * kSubTiles + 64 * (i / 2) + thread_row() + 8 * (i % 2);
+    const int32_t token = tile.token(row);
+    const bool present = token < from.num_tokens;
+    const uint8_t* at = from.row(present ? token : 0, tile.head(row)) + 2 * thread_column();
+#pragma unroll
+    for (int32_t step = 0; step < kHeadDim / 16; ++step) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const auto* pair = reinterpret_cast<const uint32_t*>(at + 32 * step + 16 * half);
+        a[i / 2][step][i % 2 + 2 * half] = present ? *pair : 0;
+      }
+    }
+  }
+}
+
 // kDims dims of a tile of kRows rows, by kThreads threads: find(row) names token and head.
 template <int32_t kDims, int32_t kRows, int32_t kThreads, class Find>
 __device__ __forceinline__ void copy_rows(const RowSource& from, uint8_t* to, Find&& find) {
-  constexpr int32_t kPieces = kDims / 8;
-  const int32_t thread = static_cast<int32_t>(threadIdx.x) % kThreads;
+  constexpr uint32_t kPieces = kDims / 8;
+  const uint32_t thread = threadIdx.x % kThreads;
 #pragma unroll 8
-  for (int32_t n = 0; n < kRows * kPieces / kThreads; ++n) {
-    const int32_t i = n * kThreads + thread, row = i / kPieces, piece = i % kPieces;
+  for (uint32_t n = 0; n < kRows * kPieces / kThreads; ++n) {
+    const uint32_t i = n * kThreads + thread, row = i / kPieces, piece = i % kPieces;
     const int2 at = find(row);
     const bool present = at.x < from.num_tokens;
-    const int64_t offset = at.x * from.token_bytes + at.y * from.head_bytes + 16 * piece;
     copy_async_16(to + piece / 8 * kRows * 128 + row * 128 + (piece % 8 ^ row % 8) * 16,
-                  from.base + (present ? offset : 0), present);
+                  from.row(present ? at.x : 0, at.y) + 16 * piece, present);
   }
 }
 
