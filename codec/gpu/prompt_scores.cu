@@ -78,8 +78,8 @@ Status launch(ScoreTask task, bool is_lse, GpuStream stream) {
       !s) {
     return s;
   }
-  chosen->kernel<<<grid, chosen->threads, chosen->shared_bytes, stream>>>(task);
-  Status s = cuda_status(cudaGetLastError(), "prompt scores");
+  Status s = launch_after_previous(chosen->kernel, grid, chosen->threads, chosen->shared_bytes,
+                                   stream, task);
   if (!s || !is_lse || parts.count == 1) return s;
   const int32_t queries = sample_tokens(p.max_tokens, p.query_stride).count;
   const dim3 join_grid((queries - 1) / kJoinThreads + 1, p.num_sequences, p.num_q_heads);

@@ -9,7 +9,6 @@
 #include "codec/gpu/score_tiles.cuh"
 #include "gpu/constants.h"
 #include "gpu/math.cuh"
-#include "gpu/pdl.cuh"
 
 namespace tierkv {
 
@@ -217,7 +216,6 @@ inline constexpr int32_t kJoinThreads = 128;
 // A thread for each counted query, blockIdx.z for each q head: joins what the parts of its keys
 // left. Their entries, which belong to queries that are not counted, become NaN.
 __global__ void __launch_bounds__(kJoinThreads) join_lse(const __grid_constant__ ScoreTask task) {
-  wait_for_previous_kernel();
   const SignificanceCall& p = task.p;
   const auto index = static_cast<int32_t>(blockIdx.x * kJoinThreads + threadIdx.x);
   const CtaTile tile = find_tile(p, p.query_stride, 1, 0, p.max_tokens);

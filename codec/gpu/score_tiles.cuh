@@ -16,6 +16,7 @@
 
 #include "codec/format/token_sample.h"
 #include "gpu/copies.cuh"
+#include "gpu/pdl.cuh"
 #include "gpu/warp.cuh"
 #include "tierkv/significance.h"
 
@@ -140,12 +141,13 @@ __device__ inline int32_t log_heads(int32_t heads) {
 }
 
 // The tile of this CTA, of `tokens` tokens and `heads` heads for each kv_head; count is not
-// positive where the sequence, blockIdx.y, has no such tile.
+// positive where the sequence, blockIdx.y, has no such tile. Waits first for the kernel before.
 __device__ inline CtaTile find_tile(const SignificanceCall& p, int32_t stride, int32_t heads,
                                     int32_t index, int32_t tokens) {
+  wait_for_previous_kernel();
   CtaTile tile;
-  tile.start = p.starts[blockIdx.y];
-  tile.num_tokens = p.starts[blockIdx.y + 1] - tile.start;
+  tile.start = p.starts == nullptr ? 0 : p.starts[blockIdx.y];
+  tile.num_tokens = (p.starts == nullptr ? p.total_tokens : p.starts[blockIdx.y + 1]) - tile.start;
   tile.tokens = sample_tokens(tile.num_tokens, stride);
   tile.first = index * tokens;
   tile.count = min(tokens, tile.tokens.count - tile.first);

@@ -59,7 +59,8 @@ Prompts make_prompts(std::mt19937& rng, int32_t head_dim, int32_t group, DType d
   fill(&x.k, p.k_token_stride);
   x.lse.assign(static_cast<size_t>(group) * p.total_tokens, kBefore);
   x.significance.assign(p.total_tokens, NAN);
-  p.q = x.q.data(), p.k = x.k.data(), p.starts = x.starts.data();
+  p.q = x.q.data(), p.k = x.k.data();
+  if (p.num_sequences > 1) p.starts = x.starts.data();
   return x;
 }
 

@@ -352,7 +352,8 @@ TEST_P(GpuScores, BadCallsAreRefused) {
   };
   const auto invalid = StatusCode::kInvalidArgument;
   EXPECT_EQ(code([](SignificanceCall* p) { p->q = nullptr; }), invalid);
-  EXPECT_EQ(code([](SignificanceCall* p) { p->starts = nullptr; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->starts = nullptr, p->num_sequences = 2; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->starts = nullptr, p->max_tokens = 19; }), invalid);
   EXPECT_EQ(code([](SignificanceCall* p) { p->sm_scale = NAN; }), invalid);
   EXPECT_EQ(code([](SignificanceCall* p) { p->q_token_stride = 4; }), invalid);
   EXPECT_EQ(code([](SignificanceCall* p) { p->k_head_stride += 4; }), invalid);
@@ -383,9 +384,8 @@ TEST(PromptScoreProducts, AnyIsTheFirstThatIsThere) {
   std::vector<uint16_t> x(kTokens * kDim);
   for (uint16_t& bits : x) bits = float_to_half(normal(rng));
   const DeviceArray<uint16_t> rows(x);
-  const DeviceArray<int32_t> starts(std::vector<int32_t>{0, kTokens});
   SignificanceCall p;
-  p.q = p.k = rows.get(), p.starts = starts.get();
+  p.q = p.k = rows.get();  // no starts: one sequence
   p.q_token_stride = p.q_head_stride = p.k_token_stride = p.k_head_stride = kDim;
   p.num_sequences = p.num_q_heads = p.num_kv_heads = 1;
   p.max_tokens = p.total_tokens = kTokens;
