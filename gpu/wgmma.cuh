@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of a warpgroup, 64 rows x 128 columns, from operands in shared memory: sm_90a alone. The
-// fallback is mma.cuh.
+// Products of a warpgroup, 64 rows x 128 columns, of rows in registers and columns in shared
+// memory: sm_90a alone. The fallback is mma.cuh.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,13 @@ inline constexpr char kOperandType[] = "f16";
 template <>
 inline constexpr char kOperandType<DType::kBFloat16>[] = "bf16";
 
+// a: 16 rows of each warp, as mma_m16n8k16() takes them.
 template <DType kDtype>
-__device__ __forceinline__ void multiply_step(float (&d)[kWgmmaSums], uint64_t a, uint64_t b,
-                                              int32_t add) {
+__device__ __forceinline__ void multiply_step(float (&d)[kWgmmaSums], const uint32_t (&a)[4],
+                                              uint64_t b, int32_t add) {
   asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.%67.%67 {"
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.%70.%70 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, "
       "%8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, "
@@ -40,7 +41,7 @@ __device__ __forceinline__ void multiply_step(float (&d)[kWgmmaSums], uint64_t a
       "%40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, "
       "%56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, add, 1, 1, 0, 0;\n}"
+      "}, {%64, %65, %66, %67}, %68, add, 1, 1, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
@@ -51,7 +52,7 @@ __device__ __forceinline__ void multiply_step(float (&d)[kWgmmaSums], uint64_t a
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
-      : "l"(a), "l"(b), "r"(add), "C"(kOperandType<kDtype>));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "C"(kOperandType<kDtype>));
 }
 // A warpgroup's share of the registers: fewer, so that others may take more.
 template <int32_t kRegisters>

@@ -7,6 +7,7 @@
 #include "codec/gpu/score_mma.cuh"
 #include "codec/gpu/score_wgmma.cuh"
 #include "gpu/cuda_device.cuh"
+#include "gpu/launch.cuh"
 
 namespace tierkv {
 namespace {
@@ -22,7 +23,7 @@ template <int32_t kHeadDim, DType kDtype>
 ScoreLaunch wgmma_launch(bool is_lse) {
   using Shape = ScoreShape<kHeadDim>;
   return {is_lse ? wgmma_lse<kHeadDim, kDtype> : wgmma_significance<kHeadDim, kDtype>,
-          kScoreThreads, Shape::kSharedBytes, Shape::kRows};
+          kScoreThreads, Shape::kSharedBytes, StationaryRows<kHeadDim>::kRows};
 }
 template <int32_t kHeadDim, DType kDtype>
 ScoreLaunch mma_launch(bool is_lse) {
@@ -63,21 +64,26 @@ Result<ScoreLaunch> choose(const ScoreTask& task, bool is_lse) {
 }
 
 template <int32_t kHeadDim, DType kDtype>
-Status launch(const ScoreTask& task, bool is_lse, GpuStream stream) {
+Status launch(ScoreTask task, bool is_lse, GpuStream stream) {
   const Result<ScoreLaunch> chosen = choose<kHeadDim, kDtype>(task, is_lse);
   if (!chosen) return chosen.status();
   const SignificanceCall& p = task.p;
-  const int32_t most_rows = sample_tokens(p.max_tokens, is_lse ? p.query_stride : 1).count;
-  const dim3 grid(is_lse ? p.num_q_heads : p.num_kv_heads, p.num_sequences,
-                  (most_rows + chosen->rows - 1) / chosen->rows);
+  task.parts = split_keys(p, chosen->rows);
+  const KeyParts& parts = task.parts;
+  const dim3 grid(p.num_kv_heads, p.num_sequences,
+                  is_lse ? parts.query_tiles * parts.count : (p.max_tokens - 1) / chosen->rows + 1);
   if (Status s = check_image(cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),
                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   chosen->shared_bytes));
       !s) {
     return s;
   }
-  chosen->kernel<<<grid, chosen->threads, chosen->shared_bytes, stream>>>(task);
-  return cuda_status(cudaGetLastError(), "prompt scores");
+  Status s = launch_after_previous(chosen->kernel, grid, chosen->threads, chosen->shared_bytes,
+                                   stream, task);
+  if (!s || !is_lse || parts.count == 1) return s;
+  const int32_t queries = sample_tokens(p.max_tokens, p.query_stride).count;
+  const dim3 join_grid((queries - 1) / kJoinThreads + 1, p.num_sequences, p.num_q_heads);
+  return launch_after_previous(join_lse, join_grid, kJoinThreads, 0, stream, task);
 }
 
 template <DType kDtype>
@@ -100,10 +106,10 @@ Status run(const ScoreTask& task, bool is_lse, GpuStream stream) {
 
 Status prompt_significance(const SignificanceCall& p, const float* lse, float* significance,
                            GpuStream stream) {
-  return run({p, lse, significance}, false, stream);
+  return run({p, lse, significance, {}}, false, stream);
 }
 Status prompt_lse(const SignificanceCall& p, float* lse, GpuStream stream) {
-  return run({p, nullptr, lse}, true, stream);
+  return run({p, nullptr, lse, {}}, true, stream);
 }
 
 }  // namespace tierkv

@@ -30,31 +30,6 @@ struct MmaShape {
 };
 static_assert(MmaShape<256>::kSharedBytes <= 99 * 1024);
 
-// The A operands of a warp's rows; rows behind the sequence are zeros.
-template <int32_t kHeadDim>
-__device__ __forceinline__ void load_stationary(
-    const RowSource& from, const CtaTile& tile,
-    uint32_t (&a)[MmaShape<kHeadDim>::kSubTiles][MmaShape<kHeadDim>::kSteps][4]) {
-  using Shape = MmaShape<kHeadDim>;
-#pragma unroll
-  for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) {
-    const int32_t row =
-        tile.rows.position(tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles +
-                           64 * (i / 2) + thread_row() + 8 * (i % 2));
-    const bool present = row < from.num_tokens;
-    const uint8_t* at = from.base + (present ? row * from.token_bytes : 0) +
-                        tile.head * from.head_bytes + 2 * thread_column();
-#pragma unroll
-    for (int32_t step = 0; step < Shape::kSteps; ++step) {
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        const auto* pair = reinterpret_cast<const uint32_t*>(at + 32 * step + 16 * half);
-        a[i / 2][step][i % 2 + 2 * half] = present ? *pair : 0;
-      }
-    }
-  }
-}
-
 // Part `part` of all tiles' parts into its stage. lse: [heads, total_tokens], or null where columns
 // have no scalar; they come with the last part of a tile.
 template <int32_t kHeadDim>
@@ -65,7 +40,7 @@ __device__ __forceinline__ void copy_part(uint8_t* shared, RowSource columns,
   const int32_t i = part / Shape::kParts, dims = part % Shape::kParts * Shape::kStageDims;
   uint8_t* stage = shared + part % Shape::kStages * Shape::kStageBytes;
   columns.base += 2 * dims;
-  copy_rows<Shape::kStageDims, kColumns, kMathThreads>(columns, stage, [&](int32_t column) {
+  copy_rows<Shape::kStageDims, kColumns, kMathThreads>(columns, stage, [&](uint32_t column) {
     return make_int2(stream.token_of(i, column), stream.head_of(column));
   });
   const auto column = static_cast<int32_t>(threadIdx.x);
@@ -80,8 +55,7 @@ __device__ __forceinline__ void copy_part(uint8_t* shared, RowSource columns,
 // Adds the products of a stage: kStep is the first of its steps.
 template <int32_t kHeadDim, DType kDtype, int32_t kStep>
 __device__ __forceinline__ void multiply_part(
-    const uint8_t* stage,
-    const uint32_t (&a)[MmaShape<kHeadDim>::kSubTiles][MmaShape<kHeadDim>::kSteps][4],
+    const uint8_t* stage, const uint32_t (&a)[MmaShape<kHeadDim>::kSubTiles][kHeadDim / 16][4],
     float (&scores)[MmaShape<kHeadDim>::kSubTiles][kScoresPerThread]) {
   using Shape = MmaShape<kHeadDim>;
   // Matrices 0 and 1 of a load are 8 columns at 8 dims and the next 8; 2 and 3 the next 8 columns.
@@ -164,40 +138,35 @@ __device__ __forceinline__ void multiply_stream(uint8_t* shared, const RowSource
 
 // ---- kernels ----
 
-template <int32_t kHeadDim, DType kDtype>
-__global__ void __launch_bounds__(kMathThreads, 1)
-    mma_significance(const __grid_constant__ ScoreTask task) {
+template <class Taker, int32_t kHeadDim, DType kDtype>
+__device__ __forceinline__ void mma_tile(const ScoreTask& task, const CtaTile& tile,
+                                         const StreamShape& stream) {
   extern __shared__ __align__(128) uint8_t score_stages[];
+  constexpr bool kRowsAreQueries = Taker::kRowsAreQueries;
   const SignificanceCall& p = task.p;
-  CtaTile tile;
-  if (!find_tile(p, MmaShape<kHeadDim>::kRows, false, &tile)) return;
-  SignificanceTaker<kHeadDim> taker = {};
-  taker.stream = query_stream(p, tile);
-  taker.first_key = tile.first_row + warpgroup_index() * 64 * MmaShape<kHeadDim>::kSubTiles;
-  taker.scale = static_cast<float>(p.sm_scale);
-  multiply_stream<kHeadDim, kDtype>(score_stages, source_of(p, false, tile.start, tile.num_tokens),
-                                    tile, source_of(p, true, tile.start, tile.num_tokens),
-                                    taker.stream, task.lse, p.total_tokens, taker.needed(), &taker);
+  Taker taker(task, tile, stream);
+  multiply_stream<kHeadDim, kDtype>(
+      score_stages, source_of(p, kRowsAreQueries, tile.start, tile.num_tokens), tile,
+      source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens), stream,
+      kRowsAreQueries ? nullptr : task.lse, p.total_tokens, taker.needed(tile), &taker);
   taker.finish(tile, p.total_tokens, task.out);
 }
 
 template <int32_t kHeadDim, DType kDtype>
-__global__ void __launch_bounds__(kMathThreads, 1) mma_lse(const __grid_constant__ ScoreTask task) {
-  extern __shared__ __align__(128) uint8_t score_stages[];
-  using Shape = MmaShape<kHeadDim>;
-  const SignificanceCall& p = task.p;
+__global__ void __launch_bounds__(kMathThreads, 1)
+    mma_significance(const __grid_constant__ ScoreTask task) {
   CtaTile tile;
-  if (!find_tile(p, Shape::kRows, true, &tile)) return;
-  const StreamShape stream = key_stream(p, tile, Shape::kRows);
-  LseTaker<kHeadDim> taker = {};
-  taker.queries = tile.rows;
-  taker.first_query = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
-  taker.scale = static_cast<float>(p.sm_scale) * kLog2E;
-  for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) taker.top[i / 2][i % 2] = -INFINITY;
-  multiply_stream<kHeadDim, kDtype>(score_stages, source_of(p, true, tile.start, tile.num_tokens),
-                                    tile, source_of(p, false, tile.start, tile.num_tokens), stream,
-                                    nullptr, p.total_tokens, taker.needed(stream.tiles()), &taker);
-  taker.finish(tile, p.total_tokens, task.out);
+  StreamShape queries;
+  if (!find_keys(task.p, MmaShape<kHeadDim>::kRows, &tile, &queries)) return;
+  mma_tile<SignificanceTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, queries);
+}
+
+template <int32_t kHeadDim, DType kDtype>
+__global__ void __launch_bounds__(kMathThreads, 1) mma_lse(const __grid_constant__ ScoreTask task) {
+  CtaTile tile;
+  StreamShape keys;
+  if (!find_queries(task, MmaShape<kHeadDim>::kRows, &tile, &keys)) return;
+  mma_tile<LseTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, keys);
 }
 
 }  // namespace tierkv

@@ -17,14 +17,6 @@ struct TileRange {
   int32_t begin, end;
 };
 
-// Rows of a thread in the 64 x 128 scores of a sub-tile: g and g + 8; columns 8 c + 2 t + {0, 1}.
-__device__ __forceinline__ int32_t thread_row() {
-  return static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + lane_index() / 4;
-}
-__device__ __forceinline__ int32_t thread_column() {
-  return lane_index() % 4 * 2;
-}
-
 // ---- significance ----
 
 // Which of a tile's queries come after a thread's keys, `key` and key + 8.
@@ -69,17 +61,23 @@ __device__ __forceinline__ void add_probabilities(const float (&scores)[kScoresP
 
 template <int32_t kHeadDim>
 struct SignificanceTaker {
+  static constexpr bool kRowsAreQueries = false;
   static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
   StreamShape stream;
   int32_t first_key;  // of the warpgroup
   float scale;
-  float sum[kSubTiles][2];
+  float sum[kSubTiles][2] = {};
 
+  __device__ __forceinline__ SignificanceTaker(const ScoreTask& task, const CtaTile& tile,
+                                               const StreamShape& queries)
+      : stream(queries),
+        first_key(tile.first + warpgroup_index() * 64 * kSubTiles),
+        scale(static_cast<float>(task.p.sm_scale)) {}
   __device__ __forceinline__ int32_t first_query(int32_t tile) const {
     return stream.tokens.position(stream.begin + tile * stream.tokens_per_tile());
   }
   // From the first tile with a query after the first key.
-  __device__ __forceinline__ TileRange needed() const {
+  __device__ __forceinline__ TileRange needed(const CtaTile&) const {
     const int32_t begin =
         (stream.tokens.index_from(first_key + 1) - stream.begin) / stream.tokens_per_tile();
     return {min(begin, stream.tiles()), stream.tiles()};
@@ -121,7 +119,7 @@ struct SignificanceTaker {
       const int32_t key = first_key + 64 * (i / 2) + thread_row() + 8 * (i % 2);
       if (key >= tile.num_tokens || lane_index() % 4 != 0) continue;
       const auto later = static_cast<float>(stream.tokens.behind(key));
-      out[tile.scalar(tile.head, key, total_tokens)] = later == 0.0f ? 0.0f : total / later;
+      out[tile.scalar(tile.first_head, key, total_tokens)] = later == 0.0f ? 0.0f : total / later;
     }
   }
 };
@@ -130,41 +128,61 @@ struct SignificanceTaker {
 
 template <int32_t kHeadDim>
 struct LseTaker {
+  static constexpr bool kRowsAreQueries = true;
   static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
-  TokenSample queries;
-  int32_t first_query;  // of the warpgroup: an index of `queries`
-  float scale;          // to base 2
+  int32_t first_row;           // of the warpgroup in its tile
+  int32_t begin, end;          // keys of the CTA's part
+  int32_t entry;               // of a query's lse: so many before its own
+  int32_t last[kSubTiles][2];  // the position of a row's query, and so the last key that it sees
+  int32_t first[kSubTiles];    // that of the first row of all
+  float scale;                 // to base 2
   float top[kSubTiles][2], sum[kSubTiles][2];
 
+  __device__ __forceinline__ LseTaker(const ScoreTask& task, const CtaTile& tile,
+                                      const StreamShape& keys)
+      : first_row(warpgroup_index() * 64 * kSubTiles),
+        begin(keys.begin),
+        end(keys.end),
+        entry(keys.begin / task.parts.keys),
+        scale(static_cast<float>(task.p.sm_scale) * kLog2E) {
+#pragma unroll
+    for (int32_t i = 0; i < 2 * kSubTiles; ++i) {
+      const int32_t sub_row = first_row + 64 * (i / 2);
+      first[i / 2] = tile.token(sub_row);
+      last[i / 2][i % 2] = tile.token(sub_row + thread_row() + 8 * (i % 2));
+      top[i / 2][i % 2] = -INFINITY;
+      sum[i / 2][i % 2] = 0.0f;
+    }
+  }
   // Up to the last tile with a key that the last query sees.
-  __device__ __forceinline__ TileRange needed(int32_t tiles) const {
-    if (first_query >= queries.count) return {0, 0};
-    const int32_t last = queries.position(first_query + 64 * kSubTiles - 1);
-    return {0, min(last / kColumns + 1, tiles)};
+  __device__ __forceinline__ TileRange needed(const CtaTile& tile) const {
+    if (tile.index(first_row) >= tile.count) return {0, 0};
+    const int32_t seen = min(tile.token(first_row + 64 * kSubTiles - 1) + 1, end) - begin;
+    return {0, (max(seen, 0) + kColumns - 1) / kColumns};
   }
   __device__ __forceinline__ void take(int32_t sub, int32_t tile, float (&scores)[kScoresPerThread],
                                        const float*) {
-    const int32_t first = queries.position(first_query + 64 * sub);
-    const int32_t query = first + queries.stride * thread_row();
-    if ((tile + 1) * kColumns > first) {  // keys after a query: masked
+    const int32_t first_key = begin + tile * kColumns;
+    if (first_key + kColumns > first[sub]) {  // keys after a query: masked
 #pragma unroll
       for (int32_t i = 0; i < kScoresPerThread; ++i) {
-        const int32_t key = tile * kColumns + i / 4 * 8 + thread_column() + i % 2;
-        if (key > query + i % 4 / 2 * 8 * queries.stride) scores[i] = -INFINITY;
+        const int32_t key = first_key + i / 4 * 8 + thread_column() + i % 2;
+        if (key > last[sub][i % 4 / 2]) scores[i] = -INFINITY;
       }
     }
 #pragma unroll
     for (int32_t r = 0; r < 2; ++r) {
       float highest = top[sub][r];
 #pragma unroll
-      for (int32_t i = 0; i < kScoresPerThread; ++i) {
-        if (i % 4 / 2 == r) highest = nan_max(highest, scores[i]);
+      for (int32_t i = 2 * r; i < kScoresPerThread; i += 4) {
+        highest = nan_max(highest, nan_max(scores[i], scores[i + 1]));
       }
       const float shift = highest == -INFINITY ? 0.0f : highest * scale;
       float total = sum[sub][r] * exp2_approx(__fmaf_rn(top[sub][r], scale, -shift));
 #pragma unroll
-      for (int32_t i = 0; i < kScoresPerThread; ++i) {
-        if (i % 4 / 2 == r) total += exp2_approx(__fmaf_rn(scores[i], scale, -shift));
+      for (int32_t i = 2 * r; i < kScoresPerThread; i += 4) {
+        total += exp2_approx(__fmaf_rn(scores[i], scale, -shift)) +
+                 exp2_approx(__fmaf_rn(scores[i + 1], scale, -shift));
       }
       top[sub][r] = highest;
       sum[sub][r] = total;
@@ -184,12 +202,37 @@ struct LseTaker {
                 other_total * exp2_approx(__fmaf_rn(other, scale, -shift));
         highest = both;
       }
-      const int32_t index = first_query + 64 * (i / 2) + thread_row() + 8 * (i % 2);
-      if (index >= queries.count || lane_index() % 4 != 0) continue;
-      out[tile.scalar(tile.head, queries.position(index), total_tokens)] =
+      const int32_t row = first_row + 64 * (i / 2) + thread_row() + 8 * (i % 2);
+      const int32_t query = last[i / 2][i % 2];
+      if (tile.index(row) >= tile.count || query < begin || lane_index() % 4 != 0) continue;
+      out[tile.scalar(tile.head(row), query - entry, total_tokens)] =
           (highest * scale + log2f(total)) * kLn2;
     }
   }
 };
+
+inline constexpr int32_t kJoinThreads = 128;
+
+// A thread for each counted query, blockIdx.z for each q head: joins what the parts of its keys
+// left. Their entries, which belong to queries that are not counted, become NaN.
+__global__ void __launch_bounds__(kJoinThreads) join_lse(const __grid_constant__ ScoreTask task) {
+  const SignificanceCall& p = task.p;
+  const auto index = static_cast<int32_t>(blockIdx.x * kJoinThreads + threadIdx.x);
+  const CtaTile tile = find_tile(p, p.query_stride, 1, 0, p.max_tokens);
+  if (index >= tile.count) return;
+  const int32_t query = tile.tokens.position(index), parts = query / task.parts.keys + 1;
+  if (parts == 1) return;
+  float* const found =
+      task.out + tile.scalar(static_cast<int32_t>(blockIdx.z), query, p.total_tokens);
+  float top = found[0];
+  for (int32_t i = 1; i < parts; ++i) top = nan_max(top, found[-i]);
+  const float shift = top == -INFINITY ? 0.0f : top;
+  float sum = 0.0f;
+  for (int32_t i = 0; i < parts; ++i) {
+    sum += exp2_approx((found[-i] - shift) * kLog2E);
+    found[-i] = NAN;
+  }
+  found[0] = shift + log2f(sum) * kLn2;
+}
 
 }  // namespace tierkv

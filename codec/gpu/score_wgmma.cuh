@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scores by wgmma, on sm_90a.
 //
-// A CTA holds two warpgroups that multiply, each with its rows of the stationary tile, and one that
-// copies rows of the stream to shared memory.
+// A CTA holds two warpgroups that multiply, each with its stationary rows in registers, and one
+// that copies rows of the stream to shared memory.
 #pragma once
 
 #include "codec/gpu/score_takers.cuh"
@@ -26,28 +26,25 @@ template <int32_t kHeadDim>
 struct ScoreShape {
   static constexpr int32_t kPanels = (kHeadDim + 63) / 64;
   static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
-  static constexpr int32_t kRows = StationaryRows<kHeadDim>::kRows;
-  static constexpr int32_t kStages = kHeadDim > 128 ? 2 : 4;
-  static constexpr int32_t kStationaryBytes = kRows * kPanels * 128;
+  static constexpr int32_t kSteps = kHeadDim / 16;
+  static constexpr int32_t kStages = kHeadDim > 128 ? 3 : 4;
   static constexpr int32_t kStageBytes = kColumns * kPanels * 128;
   static constexpr int32_t kScalarBytes = kColumns * 4;  // one float a column
-  static constexpr int32_t kBarriers = kStationaryBytes + kStages * (kStageBytes + kScalarBytes);
-  static constexpr int32_t kSharedBytes = kBarriers + 8 * (2 * kStages + 1) + 1024;
+  static constexpr int32_t kBarriers = kStages * (kStageBytes + kScalarBytes);
+  static constexpr int32_t kSharedBytes = kBarriers + 8 * 2 * kStages + 1024;
 };
 
 #if TKV_HAS_WGMMA
 
-// d = 64 rows x 128 columns of products over all dims.
-template <int32_t kHeadDim, DType kDtype>
-__device__ __forceinline__ void start_products(const uint8_t* rows, int32_t row_panel_bytes,
-                                               const uint8_t* columns,
+// d = 64 rows x 128 columns of products over all dims. An operand counts 16 bytes.
+template <int32_t kSteps, DType kDtype>
+__device__ __forceinline__ void start_products(const uint32_t (&rows)[kSteps][4], uint64_t columns,
                                                float (&d)[kScoresPerThread]) {
   begin_products();
 #pragma unroll
-  for (int32_t step = 0; step < kHeadDim / 16; ++step) {
+  for (int32_t step = 0; step < kSteps; ++step) {
     const int32_t panel = step / 4, byte = step % 4 * 32;
-    multiply_step<kDtype>(d, operand(rows + panel * row_panel_bytes + byte),
-                          operand(columns + panel * kColumns * 128 + byte), step > 0);
+    multiply_step<kDtype>(d, rows[step], columns + (panel * kColumns * 128 + byte) / 16, step > 0);
   }
   commit_products();
 }
@@ -64,37 +61,29 @@ struct SharedTiles {
     const uint32_t at = shared_address(memory);
     return {memory + ((at + 1023u) / 1024u * 1024u - at)};
   }
-  __device__ uint8_t* stationary() const { return base; }
-  __device__ uint8_t* stage(int32_t s) const {
-    return base + Shape::kStationaryBytes + s * Shape::kStageBytes;
-  }
+  __device__ uint8_t* stage(int32_t s) const { return base + s * Shape::kStageBytes; }
   __device__ float* scalars(int32_t s) const {
-    return reinterpret_cast<float*>(base + Shape::kStationaryBytes +
-                                    Shape::kStages * Shape::kStageBytes + s * Shape::kScalarBytes);
+    return reinterpret_cast<float*>(base + Shape::kStages * Shape::kStageBytes +
+                                    s * Shape::kScalarBytes);
   }
   __device__ uint64_t* full(int32_t s) const {
     return reinterpret_cast<uint64_t*>(base + Shape::kBarriers) + s;
   }
   __device__ uint64_t* empty(int32_t s) const { return full(Shape::kStages + s); }
-  __device__ uint64_t* stationary_full() const { return full(2 * Shape::kStages); }
 };
 
 // ---- the copying warpgroup ----
 
 // lse: [heads, total_tokens] of the sequence's first token, or null where columns have no scalar.
 template <int32_t kHeadDim>
-__device__ void copy_tiles(const SharedTiles<kHeadDim>& shared, const RowSource& rows,
-                           const CtaTile& tile, const RowSource& columns, const StreamShape& stream,
-                           const float* lse, int32_t total_tokens) {
+__device__ void copy_tiles(const SharedTiles<kHeadDim>& shared, const CtaTile& tile,
+                           const RowSource& columns, const StreamShape& stream, const float* lse,
+                           int32_t total_tokens) {
   using Shape = ScoreShape<kHeadDim>;
-  copy_rows<kHeadDim, Shape::kRows, kCopyThreads>(rows, shared.stationary(), [&](int32_t row) {
-    return make_int2(tile.rows.position(tile.first_row + row), tile.head);
-  });
-  arrive_after_copies(shared.stationary_full());
   for (int32_t i = 0; i < stream.tiles(); ++i) {
     const int32_t stage = i % Shape::kStages;
     if (i >= Shape::kStages) wait_barrier(shared.empty(stage), (i / Shape::kStages - 1) % 2);
-    copy_rows<kHeadDim, kColumns, kCopyThreads>(columns, shared.stage(stage), [&](int32_t column) {
+    copy_rows<kHeadDim, kColumns, kCopyThreads>(columns, shared.stage(stage), [&](uint32_t column) {
       return make_int2(stream.token_of(i, column), stream.head_of(column));
     });
     if (lse != nullptr) {
@@ -115,12 +104,10 @@ __device__ void copy_tiles(const SharedTiles<kHeadDim>& shared, const RowSource&
 // Waits for a tile. The copies were ordinary writes; the tensor cores read through the asynchronous
 // proxy.
 template <int32_t kHeadDim>
-__device__ __forceinline__ const uint8_t* wait_tile(const SharedTiles<kHeadDim>& shared,
-                                                    int32_t tile) {
+__device__ __forceinline__ void wait_tile(const SharedTiles<kHeadDim>& shared, int32_t tile) {
   constexpr int32_t kStages = ScoreShape<kHeadDim>::kStages;
   wait_barrier(shared.full(tile % kStages), tile / kStages % 2);
   fence_shared_writes();
-  return shared.stage(tile % kStages);
 }
 template <int32_t kHeadDim>
 __device__ __forceinline__ void release_tile(const SharedTiles<kHeadDim>& shared, int32_t tile) {
@@ -136,20 +123,24 @@ __device__ __forceinline__ void give_turn(int32_t to_warpgroup) {
   asm volatile("bar.arrive %0, 256;" ::"r"(1 + to_warpgroup) : "memory");
 }
 
-// Streams all tiles past the warpgroup's rows and gives the taker their scores: take(sub, tile,
-// scores, scalars).
+// Streams all tiles past the warpgroup's rows and gives the taker the scores of those that it
+// needs: take(sub, tile, scores, scalars).
 template <int32_t kHeadDim, DType kDtype, class Taker>
-__device__ __forceinline__ void multiply_tiles(const SharedTiles<kHeadDim>& shared, int32_t tiles,
-                                               TileRange needed, Taker* taker) {
+__device__ __forceinline__ void multiply_tiles(
+    const SharedTiles<kHeadDim>& shared,
+    const uint32_t (&rows)[ScoreShape<kHeadDim>::kSubTiles][ScoreShape<kHeadDim>::kSteps][4],
+    int32_t tiles, TileRange needed, Taker* taker) {
   using Shape = ScoreShape<kHeadDim>;
   constexpr int32_t kLast = Shape::kSubTiles - 1;
   const int32_t warpgroup = warpgroup_index();
-  const uint8_t* rows = shared.stationary() + warpgroup * Shape::kSubTiles * 64 * 128;
   float scores[Shape::kSubTiles][kScoresPerThread];
-  wait_barrier(shared.stationary_full(), 0);
+  const auto wait_for = [&](int32_t i) {
+    if (i < tiles) wait_tile(shared, i);
+  };
+  wait_for(0);
   if (warpgroup == 1) give_turn(0);
   for (int32_t i = 0; i < tiles; ++i) {
-    const uint8_t* columns = wait_tile(shared, i);
+    const uint64_t columns = operand(shared.stage(i % Shape::kStages));
     const float* scalars = shared.scalars(i % Shape::kStages);
     const bool is_needed = __shfl_sync(kFullWarp, i >= needed.begin && i < needed.end, 0);
     const bool gives_turn = warpgroup == 0 || i + 1 < tiles;
@@ -157,18 +148,20 @@ __device__ __forceinline__ void multiply_tiles(const SharedTiles<kHeadDim>& shar
     if (is_needed) {
 #pragma unroll
       for (int32_t sub = 0; sub < Shape::kSubTiles; ++sub) {
-        start_products<kHeadDim, kDtype>(rows + sub * 64 * 128, Shape::kRows * 128, columns,
-                                         scores[sub]);
+        start_products<Shape::kSteps, kDtype>(rows[sub], columns, scores[sub]);
       }
       if (gives_turn) give_turn(1 - warpgroup);
       if constexpr (Shape::kSubTiles == 2) {
         wait_products<1>(scores[0]);
         taker->take(0, i, scores[0], scalars);
       }
+      // The loop inside keeps the compiler from waiting for all products before it takes any.
+      wait_for(i + 1);
       wait_products<0>(scores[kLast]);
       taker->take(kLast, i, scores[kLast], scalars);
-    } else if (gives_turn) {
-      give_turn(1 - warpgroup);
+    } else {
+      if (gives_turn) give_turn(1 - warpgroup);
+      wait_for(i + 1);
     }
     release_tile(shared, i);
   }
@@ -183,9 +176,30 @@ __device__ void init_barriers(const SharedTiles<kHeadDim>& shared) {
       init_barrier(shared.full(s), kCopyThreads);
       init_barrier(shared.empty(s), kMathThreads);
     }
-    init_barrier(shared.stationary_full(), kCopyThreads);
   }
   __syncthreads();
+}
+
+template <class Taker, int32_t kHeadDim, DType kDtype>
+__device__ __forceinline__ void wgmma_tile(const ScoreTask& task, const CtaTile& tile,
+                                           const StreamShape& stream) {
+  constexpr bool kRowsAreQueries = Taker::kRowsAreQueries;
+  const SignificanceCall& p = task.p;
+  const auto shared = SharedTiles<kHeadDim>::find();
+  init_barriers(shared);
+  if (warpgroup_index() == kMathThreads / 128) {
+    give_registers<56>();
+    copy_tiles(shared, tile, source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens), stream,
+               kRowsAreQueries ? nullptr : task.lse, p.total_tokens);
+  } else {
+    take_registers<224>();
+    uint32_t rows[ScoreShape<kHeadDim>::kSubTiles][ScoreShape<kHeadDim>::kSteps][4];
+    load_stationary<kHeadDim>(source_of(p, kRowsAreQueries, tile.start, tile.num_tokens), tile,
+                              rows);
+    Taker taker(task, tile, stream);
+    multiply_tiles<kHeadDim, kDtype>(shared, rows, stream.tiles(), taker.needed(tile), &taker);
+    taker.finish(tile, p.total_tokens, task.out);
+  }
 }
 #endif
 
@@ -193,26 +207,10 @@ template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kWgmmaBound, 1)
     wgmma_significance(const __grid_constant__ ScoreTask task) {
 #if TKV_HAS_WGMMA
-  using Shape = ScoreShape<kHeadDim>;
-  const SignificanceCall& p = task.p;
   CtaTile tile;
-  if (!find_tile(p, Shape::kRows, false, &tile)) return;
-  const StreamShape stream = query_stream(p, tile);
-  const auto shared = SharedTiles<kHeadDim>::find();
-  init_barriers(shared);
-  if (warpgroup_index() == kMathThreads / 128) {
-    give_registers<40>();
-    copy_tiles(shared, source_of(p, false, tile.start, tile.num_tokens), tile,
-               source_of(p, true, tile.start, tile.num_tokens), stream, task.lse, p.total_tokens);
-  } else {
-    take_registers<232>();
-    SignificanceTaker<kHeadDim> taker = {};
-    taker.stream = stream;
-    taker.first_key = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
-    taker.scale = static_cast<float>(p.sm_scale);
-    multiply_tiles<kHeadDim, kDtype>(shared, stream.tiles(), taker.needed(), &taker);
-    taker.finish(tile, p.total_tokens, task.out);
-  }
+  StreamShape queries;
+  if (!find_keys(task.p, StationaryRows<kHeadDim>::kRows, &tile, &queries)) return;
+  wgmma_tile<SignificanceTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, queries);
 #endif
 }
 
@@ -220,28 +218,10 @@ template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kWgmmaBound, 1)
     wgmma_lse(const __grid_constant__ ScoreTask task) {
 #if TKV_HAS_WGMMA
-  using Shape = ScoreShape<kHeadDim>;
-  const SignificanceCall& p = task.p;
   CtaTile tile;
-  if (!find_tile(p, Shape::kRows, true, &tile)) return;
-  const StreamShape stream = key_stream(p, tile, Shape::kRows);
-  const auto shared = SharedTiles<kHeadDim>::find();
-  init_barriers(shared);
-  if (warpgroup_index() == kMathThreads / 128) {
-    give_registers<40>();
-    copy_tiles<kHeadDim>(shared, source_of(p, true, tile.start, tile.num_tokens), tile,
-                         source_of(p, false, tile.start, tile.num_tokens), stream, nullptr,
-                         p.total_tokens);
-  } else {
-    take_registers<232>();
-    LseTaker<kHeadDim> taker = {};
-    taker.queries = tile.rows;
-    taker.first_query = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
-    taker.scale = static_cast<float>(p.sm_scale) * kLog2E;
-    for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) taker.top[i / 2][i % 2] = -INFINITY;
-    multiply_tiles<kHeadDim, kDtype>(shared, stream.tiles(), taker.needed(stream.tiles()), &taker);
-    taker.finish(tile, p.total_tokens, task.out);
-  }
+  StreamShape keys;
+  if (!find_queries(task, StationaryRows<kHeadDim>::kRows, &tile, &keys)) return;
+  wgmma_tile<LseTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, keys);
 #endif
 }
 

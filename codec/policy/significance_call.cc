@@ -36,8 +36,9 @@ Status check(const SignificanceCall& p) {
     return invalid("query_stride must be 1 to 4096");
   }
   if (is_empty(p)) return Status::ok();
-  if (p.q == nullptr || p.k == nullptr || p.starts == nullptr) {
-    return invalid("q, k or starts is null");
+  if (p.q == nullptr || p.k == nullptr) return invalid("q or k is null");
+  if (p.starts == nullptr && p.num_sequences != 1) {
+    return invalid("starts is null with several sequences");
   }
   for (const int64_t stride :
        {p.q_token_stride, p.q_head_stride, p.k_token_stride, p.k_head_stride}) {
@@ -52,6 +53,7 @@ Status check_host(const SignificanceCall& p, const void* out, const char* name) 
   if (Status s = check(p); !s) return s;
   if (is_empty(p)) return Status::ok();
   if (out == nullptr) return invalid(name);
+  if (p.starts == nullptr) return Status::ok();
   const int32_t* end = p.starts + p.num_sequences;
   if (*p.starts != 0 || *end != p.total_tokens || !std::is_sorted(p.starts, end + 1)) {
     return invalid("starts must ascend from 0 to total_tokens");
@@ -64,8 +66,8 @@ class HostPrompt {
  public:
   HostPrompt(const SignificanceCall& p, int32_t sequence)
       : p_(p),
-        start_(p.starts[sequence]),
-        num_tokens_(p.starts[sequence + 1] - start_),
+        start_(p.starts == nullptr ? 0 : p.starts[sequence]),
+        num_tokens_((p.starts == nullptr ? p.total_tokens : p.starts[sequence + 1]) - start_),
         queries_(sample_tokens(num_tokens_, p.query_stride)) {}
 
   int32_t num_tokens() const { return num_tokens_; }
@@ -185,6 +187,7 @@ Status SignificanceCall::validate() const {
     return unsupported("more than 16 query heads for a kv_head");
   }
   if (is_empty(*this)) return Status::ok();
+  if (starts == nullptr && max_tokens != total_tokens) return invalid("max_tokens is out of range");
   if (!is_aligned(q) || !is_aligned(k)) return invalid("q or k is not aligned to 16 bytes");
   for (const int64_t stride : {q_token_stride, q_head_stride, k_token_stride, k_head_stride}) {
     if (stride % 8 != 0) return invalid("a stride is no multiple of 8");

@@ -43,7 +43,8 @@ enum class ScoreProducts : uint8_t { kAny, kMma, kWgmma };
 struct TKV_API SignificanceCall {
   const void* q = nullptr;  // dtype; token t, head h at t * q_token_stride + h * q_head_stride
   const void* k = nullptr;  // likewise; on a device both aligned to 16 bytes
-  const int32_t* starts = nullptr;  // [num_sequences + 1] first token of each sequence, ascending
+  // [num_sequences + 1] first token of each sequence, ascending; null: one sequence
+  const int32_t* starts = nullptr;
   int64_t q_token_stride = 0, q_head_stride = 0;  // elements; on a device multiples of 8
   int64_t k_token_stride = 0, k_head_stride = 0;
   int32_t num_sequences = 0;
@@ -60,15 +61,15 @@ struct TKV_API SignificanceCall {
   Status validate() const;
 };
 
-// All pointers in device memory, `starts` among them. lse [num_q_heads, total_tokens] in, of
+// All pointers in device memory, `starts` too. lse [num_q_heads, total_tokens] in, of
 // counted queries alone; significance [num_kv_heads, total_tokens] out, of every token. Runs on
 // sm_80 and up; can be captured. kUnsupported where the binary has no code for the device, or not
 // the products that were asked for; kCuda when a launch fails.
 TKV_API Status prompt_significance(const SignificanceCall& p, const float* lse, float* significance,
                                    GpuStream stream);
 
-// lse [num_q_heads, total_tokens], natural logarithm, of counted queries; others keep what is
-// there.
+// lse [num_q_heads, total_tokens], natural logarithm, of counted queries. Of other queries the call
+// may use the entries; each keeps what is there or becomes NaN.
 TKV_API Status prompt_lse(const SignificanceCall& p, float* lse, GpuStream stream);
 
 // The references, in double, one thread: all pointers in host memory, any head_dim, group and

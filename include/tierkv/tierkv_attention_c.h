@@ -174,9 +174,10 @@ TKV_API tkv_status tkv_apply_sinks_host(const tkv_sink_call* call, tkv_error* er
  * after the other. Strides count elements; 0: dense, [total_tokens, heads, head_dim]. */
 typedef struct tkv_significance_call {
   size_t struct_size;
-  const void* q;         /* dtype [total_tokens, num_q_heads, head_dim] */
-  const void* k;         /* dtype [total_tokens, num_kv_heads, head_dim] */
-  const int32_t* starts; /* [num_sequences + 1] first token of each sequence, ascending */
+  const void* q; /* dtype [total_tokens, num_q_heads, head_dim] */
+  const void* k; /* dtype [total_tokens, num_kv_heads, head_dim] */
+  /* [num_sequences + 1] first token of each sequence, ascending; null: one sequence */
+  const int32_t* starts;
   int64_t q_token_stride;
   int64_t q_head_stride;
   int64_t k_token_stride;
@@ -190,7 +191,7 @@ typedef struct tkv_significance_call {
   tkv_dtype dtype;
   int32_t query_stride; /* counted are every so many queries, from the last; 1: all; 0: 16 */
   double sm_scale;      /* 0: 1 / sqrt(head_dim) */
-  float* lse;           /* [num_q_heads, total_tokens]; of queries that are counted */
+  float* lse;           /* [num_q_heads, total_tokens]; of counted queries, others kept or NaN */
   float* significance;  /* [num_kv_heads, total_tokens] */
 } tkv_significance_call;
 /* Reads lse, writes significance. All arrays in device memory, q and k aligned to 16 bytes. */

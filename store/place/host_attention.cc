@@ -124,10 +124,9 @@ void HostPlace::count_query(const LayerMove& move, int32_t kv_head, int32_t posi
 Status HostPlace::find_significance(const LayerAppend& call, const LayerMoves& moves,
                                     std::vector<float>* significance) const {
   const int64_t per_sequence = int64_t{config_.layout.num_kv_heads} * call.tokens;
-  const int32_t starts[2] = {0, call.tokens};
   significance->resize(moves.size() * per_sequence);
   for (size_t i = 0; i < moves.size(); ++i) {
-    const SignificanceCall p = chunk_queries(config_.layout, call, i, starts);
+    const SignificanceCall p = chunk_queries(config_.layout, call, i);
     Status s = prompt_significance_host(p, significance->data() + i * per_sequence);
     if (!s) return s.with_context("q");
   }

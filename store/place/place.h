@@ -35,10 +35,9 @@ inline bool any_moves_body(const LayerMoves& moves) {
 // kOutOfPages, and what is missing.
 Status out_of_pages(int64_t needed, int64_t free, int64_t page_bytes, Shortage* shortage);
 
-// The queries and keys of sequence i of a chunk that came with queries. starts: 0 and its tokens,
-// in the memory of the place.
-inline SignificanceCall chunk_queries(const CacheLayout& layout, const LayerAppend& call, size_t i,
-                                      const int32_t* starts) {
+// The queries and keys of sequence i of a chunk that came with queries.
+inline SignificanceCall chunk_queries(const CacheLayout& layout, const LayerAppend& call,
+                                      size_t i) {
   const int32_t heads[2] = {layout.num_q_heads, layout.num_kv_heads};
   const auto of_sequence = [&](const void* x, int32_t h) {
     return static_cast<const uint16_t*>(x) +
@@ -46,7 +45,6 @@ inline SignificanceCall chunk_queries(const CacheLayout& layout, const LayerAppe
   };
   SignificanceCall p;
   p.q = of_sequence(call.q, 0), p.k = of_sequence(call.k, 1);
-  p.starts = starts;
   p.q_head_stride = p.k_head_stride = layout.head_dim;
   p.q_token_stride = int64_t{heads[0]} * layout.head_dim;
   p.k_token_stride = int64_t{heads[1]} * layout.head_dim;

@@ -22,11 +22,14 @@ namespace {
 // Derived in tests/gpu/codec/codec_scores_test.cu.
 constexpr double kTolerance = 5e-4;
 
+constexpr float kBefore = -7.5f;  // what the log-sum-exp of each query holds
+
 struct Prompts {
   SignificanceCall p;
   std::vector<int32_t> starts = {0};
   std::vector<uint16_t> q, k;
   std::vector<float> lse, significance;
+  int32_t parts = 0;  // of the keys of a query, at most
 
   int32_t group() const { return p.num_q_heads / p.num_kv_heads; }
 };
@@ -54,22 +57,22 @@ Prompts make_prompts(std::mt19937& rng, int32_t head_dim, int32_t group, DType d
   };
   fill(&x.q, p.q_token_stride);
   fill(&x.k, p.k_token_stride);
-  x.lse.assign(static_cast<size_t>(group) * p.total_tokens, NAN);
+  x.lse.assign(static_cast<size_t>(group) * p.total_tokens, kBefore);
   x.significance.assign(p.total_tokens, NAN);
-  p.q = x.q.data(), p.k = x.k.data(), p.starts = x.starts.data();
+  p.q = x.q.data(), p.k = x.k.data();
+  if (p.num_sequences > 1) p.starts = x.starts.data();
   return x;
 }
 
 template <class Kernel>
-void launch(Kernel kernel, const Prompts& x, const ScoreTask& task, int32_t heads, int32_t rows) {
-  const emulator::Index grid = {heads, x.p.num_sequences, (x.p.max_tokens + rows - 1) / rows};
+void launch(Kernel kernel, const ScoreTask& task, emulator::Index grid, int32_t threads) {
   emulator::Index at;
   for (at.z = 0; at.z < grid.z; ++at.z) {
     for (at.y = 0; at.y < grid.y; ++at.y) {
       for (at.x = 0; at.x < grid.x; ++at.x) {
         std::fill(std::begin(score_stages), std::end(score_stages), uint8_t{0xff});
         emulator::cta().run(
-            at, kMathThreads, [&] { kernel(task); }, grid);
+            at, threads, [&] { kernel(task); }, grid);
       }
     }
   }
@@ -77,9 +80,17 @@ void launch(Kernel kernel, const Prompts& x, const ScoreTask& task, int32_t head
 template <int32_t kHeadDim, DType kDtype>
 void score(Prompts* x) {
   constexpr int32_t kRows = MmaShape<kHeadDim>::kRows;
-  launch(mma_lse<kHeadDim, kDtype>, *x, {x->p, nullptr, x->lse.data()}, x->p.num_q_heads, kRows);
-  launch(mma_significance<kHeadDim, kDtype>, *x, {x->p, x->lse.data(), x->significance.data()},
-         x->p.num_kv_heads, kRows);
+  const SignificanceCall& p = x->p;
+  const KeyParts parts = split_keys(p, kRows);
+  x->parts = parts.count;
+  const ScoreTask lse = {p, nullptr, x->lse.data(), parts};
+  launch(mma_lse<kHeadDim, kDtype>, lse,
+         {p.num_kv_heads, p.num_sequences, parts.query_tiles * parts.count}, kMathThreads);
+  const int32_t queries = sample_tokens(p.max_tokens, p.query_stride).count;
+  launch(join_lse, lse, {(queries - 1) / kJoinThreads + 1, p.num_sequences, p.num_q_heads},
+         kJoinThreads);
+  launch(mma_significance<kHeadDim, kDtype>, {p, x->lse.data(), x->significance.data(), {}},
+         {p.num_kv_heads, p.num_sequences, (p.max_tokens - 1) / kRows + 1}, kMathThreads);
 }
 template <DType kDtype>
 void score_dtype(Prompts* x) {
@@ -155,7 +166,9 @@ void compare(const Prompts& x, int32_t sequence) {
       ASSERT_NEAR(lse[j], std::log(sum), kTolerance)
           << "head " << h << " query " << j << " of " << n;
     }
-    for (int32_t j = 0; j < n; ++j) ASSERT_EQ(std::isnan(lse[j]), !counted[j]) << "query " << j;
+    for (int32_t j = 0; j < n; ++j) {
+      ASSERT_TRUE(counted[j] || lse[j] == kBefore || std::isnan(lse[j])) << "query " << j;
+    }
   }
 }
 
@@ -178,7 +191,16 @@ class EmulatedScores : public ::testing::Test {
     int32_t head_dim, stride, group;
     std::vector<int32_t> lengths;
   };
-  void check(const Case& c) {
+  // Returns how many parts the keys of a query have at most.
+  int32_t check(const Case& c) {
+    int32_t parts = 0;
+    check(c, &parts);
+    return parts;
+  }
+  int32_t below(int32_t end) { return static_cast<int32_t>(rng_() % end); }
+
+ private:
+  void check(const Case& c, int32_t* parts) {
     const int32_t group = c.group > 0 ? c.group : static_cast<int32_t>(1 + rng_() % 5);
     const DType dtype = rng_() % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
     SCOPED_TRACE("seed " + std::to_string(seed_) + " head_dim " + std::to_string(c.head_dim) +
@@ -188,10 +210,9 @@ class EmulatedScores : public ::testing::Test {
     x.p.query_stride = c.stride;
     ASSERT_TRUE(x.p.validate().is_ok());
     score_and_compare(&x);
+    *parts = x.parts;
   }
-  int32_t below(int32_t end) { return static_cast<int32_t>(rng_() % end); }
 
- private:
   uint32_t seed_ = std::random_device{}();
   std::mt19937 rng_{seed_};
 };
@@ -221,6 +242,52 @@ TEST_F(EmulatedScores, SampledQueriesOfEveryGroupAreTheHosts) {
 TEST_F(EmulatedScores, AStrideThatSpansTilesOfQueriesIsTheHosts) {
   check({256, 4, 1, {129 * 4 + below(8)}});
   check({64, 7, 2, {kMaxQueryStride / 16 + below(8), 5}});
+}
+
+// Keys in parts of one tile and of two: sequences around their ends, those of other tiles of
+// queries and one query alone.
+TEST_F(EmulatedScores, KeysInPartsAreTheHosts) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    EXPECT_EQ(check({head_dim, 16, 0, {128, 129, 1, 0, 385 + below(30)}}), 4);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_EQ(check({64, 3, 0, {255, 257, 641 + below(30)}}), 3);
+  EXPECT_EQ(check({64, 2, 11, {129, 2, 257 + below(20)}}), 2);
+  EXPECT_EQ(check({64, kMaxQueryStride, 1, {513, 1}}), 5);
+  EXPECT_EQ(check({64, 1, 1, {300}}), 1);
+}
+
+TEST(KeyParts, CoverAllKeysWithNoMoreThanAStride) {
+  SignificanceCall p;
+  p.num_q_heads = 32, p.num_kv_heads = 8, p.max_tokens = 8192;
+  const auto expect = [&](int32_t stride, KeyParts expected) {
+    p.query_stride = stride;
+    const KeyParts parts = split_keys(p, 256);
+    EXPECT_EQ(parts.query_tiles, expected.query_tiles) << stride;
+    EXPECT_EQ(parts.count, expected.count) << stride;
+    EXPECT_EQ(parts.keys, expected.keys) << stride;
+  };
+  expect(1, {128, 1, 8192});
+  expect(16, {8, 7, 1280});
+  expect(64, {2, 16, 512});
+  const uint32_t seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 rng(seed);
+  for (int32_t i = 0; i < 1000; ++i) {
+    const auto group = static_cast<int32_t>(1 + rng() % kMaxScoreGroup);
+    p.num_kv_heads = static_cast<int32_t>(1 + rng() % 40), p.num_q_heads = p.num_kv_heads * group;
+    p.max_tokens = static_cast<int32_t>(1 + (rng() % 2000000 >> rng() % 20));
+    p.query_stride = static_cast<int32_t>(1 + (rng() % kMaxQueryStride >> rng() % 12));
+    const int32_t rows = rng() % 2 == 0 ? 128 : 256;
+    const KeyParts parts = split_keys(p, rows);
+    const int32_t queries = sample_tokens(p.max_tokens, p.query_stride).count;
+    ASSERT_GE(int64_t{parts.query_tiles} * (rows / group), queries);
+    ASSERT_LT(int64_t{parts.query_tiles - 1} * (rows / group), queries);
+    ASSERT_GE(int64_t{parts.count} * parts.keys, p.max_tokens);
+    ASSERT_LT(int64_t{parts.count - 1} * parts.keys, p.max_tokens);
+    ASSERT_LE(parts.count, std::min(p.query_stride, 16));
+    ASSERT_EQ(parts.keys % kColumns, 0);
+  }
 }
 
 }  // namespace

@@ -134,7 +134,7 @@ Status DevicePlace::find_significance(const LayerAppend& call, size_t count,
   const int64_t of_sequence = int64_t{layout.num_kv_heads} * call.tokens;
   const int64_t values = static_cast<int64_t>(count) * of_sequence + lse;
   void* memory = nullptr;
-  const cudaError_t error = cudaMallocAsync(&memory, static_cast<size_t>(4 * values + 8), stream_);
+  const cudaError_t error = cudaMallocAsync(&memory, static_cast<size_t>(4 * values), stream_);
   if (error == cudaErrorMemoryAllocation) {
     static_cast<void>(cudaGetLastError());
     return Status(StatusCode::kOutOfMemory, "q: no device memory for significances");
@@ -143,11 +143,8 @@ Status DevicePlace::find_significance(const LayerAppend& call, size_t count,
   significance->reset(static_cast<float*>(memory),
                       [stream = stream_](float* p) { cudaFreeAsync(p, stream); });
   float* const of_lse = significance->get() + static_cast<int64_t>(count) * of_sequence;
-  auto* const starts = reinterpret_cast<int32_t*>(of_lse + lse);
-  const int32_t values_of_starts[2] = {0, call.tokens};
-  if (Status s = copy(starts, values_of_starts, sizeof(values_of_starts)); !s) return s;
   for (size_t i = 0; i < count; ++i) {
-    const SignificanceCall p = chunk_queries(layout, call, i, starts);
+    const SignificanceCall p = chunk_queries(layout, call, i);
     if (Status s = prompt_lse(p, of_lse, stream_); !s) return s.with_context("q");
     float* const to = significance->get() + static_cast<int64_t>(i) * of_sequence;
     if (Status s = prompt_significance(p, of_lse, to, stream_); !s) return s.with_context("q");

@@ -261,6 +261,31 @@ TEST_P(GpuScores, SampledQueriesOfEveryHeadDimAndGroupAreTheHosts) {
   }
 }
 
+// Keys that several CTAs share out: sequences around the ends of their parts, a query alone, and
+// one counted query behind many keys.
+TEST_P(GpuScores, KeysInPartsAreTheHosts) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const int32_t group : {1, 3, 4, 16}) {
+      PromptCase c;
+      c.head_dim = head_dim;
+      c.group = group;
+      c.num_kv_heads = uniform(1, 3);
+      c.query_stride = std::vector<int32_t>{2, 5, 16, kMaxQueryStride}[uniform(0, 3)];
+      c.dtype = uniform(0, 1) == 0 ? DType::kFloat16 : DType::kBFloat16;
+      c.is_head_major = uniform(0, 1) == 1;
+      const int32_t end = 128 * uniform(1, 7);
+      c.lengths = {1, end - 1, end, end + 1, 0, 2 * end, uniform(897, 1100)};
+      std::shuffle(c.lengths.begin(), c.lengths.end(), rng_);
+      SCOPED_TRACE(testing::Message() << "d " << head_dim << " group " << group << " stride "
+                                      << c.query_stride << " end " << end);
+      make(c);
+      run();
+      compare();
+      if (HasFailure()) return;
+    }
+  }
+}
+
 // More counted queries than a stationary tile has rows, and more keys than the ring of stages.
 TEST_P(GpuScores, ALongSampledPromptIsTheHosts) {
   PromptCase c;
@@ -283,14 +308,17 @@ TEST_P(GpuScores, ALongPromptIsTheHosts) {
 }
 
 TEST_P(GpuScores, RunsRepeatBitForBit) {
-  PromptCase c;
-  c.lengths = {700, 33};
-  make(c);
-  run();
-  const std::vector<float> lse = lse_, significance = significance_;
-  run();
-  EXPECT_EQ(memcmp(lse.data(), lse_.data(), lse.size() * 4), 0);
-  EXPECT_EQ(memcmp(significance.data(), significance_.data(), significance.size() * 4), 0);
+  for (const int32_t stride : {1, 16}) {
+    PromptCase c;
+    c.query_stride = stride;
+    c.lengths = {700, 33};
+    make(c);
+    run();
+    const std::vector<float> lse = lse_, significance = significance_;
+    run();
+    EXPECT_EQ(memcmp(lse.data(), lse_.data(), lse.size() * 4), 0);
+    EXPECT_EQ(memcmp(significance.data(), significance_.data(), significance.size() * 4), 0);
+  }
 }
 
 // A bad query must not look as if it attended to nothing.
@@ -324,7 +352,8 @@ TEST_P(GpuScores, BadCallsAreRefused) {
   };
   const auto invalid = StatusCode::kInvalidArgument;
   EXPECT_EQ(code([](SignificanceCall* p) { p->q = nullptr; }), invalid);
-  EXPECT_EQ(code([](SignificanceCall* p) { p->starts = nullptr; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->starts = nullptr, p->num_sequences = 2; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->starts = nullptr, p->max_tokens = 19; }), invalid);
   EXPECT_EQ(code([](SignificanceCall* p) { p->sm_scale = NAN; }), invalid);
   EXPECT_EQ(code([](SignificanceCall* p) { p->q_token_stride = 4; }), invalid);
   EXPECT_EQ(code([](SignificanceCall* p) { p->k_head_stride += 4; }), invalid);
@@ -355,9 +384,8 @@ TEST(PromptScoreProducts, AnyIsTheFirstThatIsThere) {
   std::vector<uint16_t> x(kTokens * kDim);
   for (uint16_t& bits : x) bits = float_to_half(normal(rng));
   const DeviceArray<uint16_t> rows(x);
-  const DeviceArray<int32_t> starts(std::vector<int32_t>{0, kTokens});
   SignificanceCall p;
-  p.q = p.k = rows.get(), p.starts = starts.get();
+  p.q = p.k = rows.get();  // no starts: one sequence
   p.q_token_stride = p.q_head_stride = p.k_token_stride = p.k_head_stride = kDim;
   p.num_sequences = p.num_q_heads = p.num_kv_heads = 1;
   p.max_tokens = p.total_tokens = kTokens;
