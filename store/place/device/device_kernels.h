@@ -106,9 +106,6 @@ struct RawAppendCall : RawCall {
   int32_t num_layers = 0;
   DeviceChunk chunk;
   bool is_checked = false;  // the row format has checked the tokens that go into the body
-
-  // Whether something is to be checked about tokens that are not kept.
-  TKV_HD bool looks_at_all() const { return !is_checked || chunk.significance != nullptr; }
 };
 
 struct RawAttendCall : RawCall {

@@ -120,7 +120,7 @@ Call DevicePlace::raw_call(int32_t layer) const {
 
 Status DevicePlace::append_raw(const RawAppendCall& call, int32_t count) {
   // Sinks and ring are a few pieces.
-  const int32_t most_ctas = call.looks_at_all() ? 65535 : 16;
+  const int32_t most_ctas = call.is_checked ? 16 : 65535;
   const int32_t pieces = (call.chunk.tokens + kAppendTokens - 1) / kAppendTokens;
   const dim3 grid(static_cast<uint32_t>(count * call.num_kv_heads),
                   static_cast<uint32_t>(std::min(pieces, most_ctas)));

@@ -4,7 +4,7 @@
 // nearest that it holds, NaN as 0.
 //
 // Bound: a launch for a step, memory for a chunk: each of its values is checked, also those of
-// tokens that have left already.
+// tokens that have left already, unless the format has checked them.
 #pragma once
 
 #include "codec/format/element.h"
@@ -93,6 +93,18 @@ __device__ __forceinline__ void write_pair(const RawAppendCall& c, uint8_t* row,
       static_cast<uint16_t>(high);
 }
 
+// What chunk_score() finds in the row's whole chunk, by all CTAs of the row.
+__device__ __forceinline__ StatusCode check_scores(const RawAppendCall& c, int32_t row) {
+  auto code = StatusCode::kOk;
+  const auto step = static_cast<int32_t>(gridDim.y) * kAppendThreads;
+#pragma unroll 4
+  for (int32_t token = static_cast<int32_t>(blockIdx.y * kAppendThreads + threadIdx.x);
+       token < c.chunk.tokens; token += step) {
+    chunk_score(c, row, token, &code);
+  }
+  return code;
+}
+
 // A CTA for every gridDim.y-th kAppendTokens tokens of a row: x is the row, y the tokens.
 inline __global__ void __launch_bounds__(kAppendThreads)
     raw_append_kernel(const __grid_constant__ RawAppendCall c) {
@@ -106,7 +118,8 @@ inline __global__ void __launch_bounds__(kAppendThreads)
   constexpr int32_t kLoads = 4;  // of a thread, in flight
   const int32_t pairs = c.raw.head_dim / 2;
   uint8_t* raw = c.memory.raw(slot, c.layer) + static_cast<int64_t>(kv_head) * c.raw.row_bytes;
-  auto code = StatusCode::kOk;
+  auto code =
+      c.is_checked && c.chunk.significance != nullptr ? check_scores(c, row) : StatusCode::kOk;
   const auto is_kept = [&](int32_t position) {
     return position < c.laws.sink_tokens || position >= first_in_ring;
   };
@@ -116,7 +129,7 @@ inline __global__ void __launch_bounds__(kAppendThreads)
       most(0, c.laws.sink_tokens - first + kAppendTokens - 1) / kAppendTokens;
   const int32_t ring_tile = most(sink_tiles, (first_in_ring - first) / kAppendTokens);
   for (auto tile = static_cast<int32_t>(blockIdx.y);; tile += static_cast<int32_t>(gridDim.y)) {
-    const bool is_behind = !c.looks_at_all() && tile >= sink_tiles;
+    const bool is_behind = c.is_checked && tile >= sink_tiles;
     const int32_t begin = (is_behind ? tile - sink_tiles + ring_tile : tile) * kAppendTokens;
     if (begin >= n) break;
     const int32_t count = least(kAppendTokens, n - begin);
