@@ -317,12 +317,13 @@ struct WriteRawBlocks : CallWork {
   }
 };
 
-// Writes into the slots what holds of the new blocks together. A CTA for an entry.
+// Writes into the slots what holds of the new blocks together, and commits. A CTA for an entry.
 struct FinishEntries {
   static constexpr int32_t kThreads = 256;
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
+    commit(call.works);
     if (!call.works.has_pages()) return;
     for (auto e = static_cast<int32_t>(blockIdx.x); e < call.works.entries();
          e += static_cast<int32_t>(gridDim.x)) {

@@ -12,7 +12,7 @@
 
 #include "codec/gpu/pages/lane_token.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_fault.cuh"
+#include "store/place/device/commit.cuh"
 #include "store/rows/device_tokens.h"
 #include "store/rows/tiers/device_tiers_codes.cuh"
 

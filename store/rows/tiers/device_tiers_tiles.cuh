@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(kTiersThreads, kDim == 64    ? 5
     write_tiers_tiles_kernel(const __grid_constant__ TiersCall c) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   wait_for_previous_kernel();
+  commit(c.works);
   const int32_t task = warp_of_grid() / 2, tiles = most_tiles(c.works.most_leaving);
   const int32_t row = task / tiles, index = task % tiles;
   if (row >= c.num_rows || !c.works.has_pages()) return;

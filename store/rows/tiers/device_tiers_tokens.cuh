@@ -306,6 +306,7 @@ template <int32_t kDim>
 __global__ void __launch_bounds__(kTiersThreads, kDim <= 128 ? 4 : 2)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
   wait_for_previous_kernel();
+  commit(c.works);
   if (!c.works.has_pages()) return;
   const auto part = static_cast<Component>(warp_of_grid() % 2);
   const int32_t task = warp_of_grid() / 2 * kWarpTokens + lane_index() / kTokenLanes;
