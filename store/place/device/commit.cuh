@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a page operation: counts of its works become valid, and the host learns the free pages.
+// The end of a page operation: counts of its works become valid, and the host learns the free
+// pages.
 #pragma once
 
 #include "store/place/device/device_fault.cuh"

@@ -38,20 +38,6 @@ struct TokenPart {
 
 // ---- clear ----
 
-__device__ __forceinline__ void clear_tile(const PageRef& page, int32_t tile, Component part) {
-  const PageLayout& layout = *page.layout;
-  auto* codes = reinterpret_cast<uint4*>(page.bytes + layout.tile_codes_byte(part, tile));
-  auto* metadata = reinterpret_cast<uint4*>(page.bytes + layout.tile_metadata_byte(part, tile));
-#pragma unroll 4
-  for (int32_t i = token_lane(); i < layout.tile(part).bytes() / 16; i += kTokenLanes) {
-    codes[i] = {0, 0, 0, 0};
-  }
-  for (int32_t i = token_lane(); i < tile_metadata_bytes(layout.groups(part)) / 16;
-       i += kTokenLanes) {
-    metadata[i] = {0, 0, 0, 0};
-  }
-}
-
 __device__ __forceinline__ void clear_slot(const PageRef& page, int32_t slot, Component part) {
   const PageLayout& layout = *page.layout;
   const TileLayout tile = layout.tile(part);
@@ -72,14 +58,16 @@ __device__ __forceinline__ void clear_behind(const PageRef& page, int32_t slot, 
                                              Component part) {
   const int32_t in_tile = slot % kTileTokens, tile = slot / kTileTokens;
   if (in_tile == 0 && written == 1) {
-    clear_tile(page, tile, part);
+    clear_tile_side(page, tile, part, token_lane(), kTokenLanes);
   } else if (in_tile < written) {
 #pragma unroll 1
     for (int32_t s = slot + 1; s < (tile + 1) * kTileTokens; ++s) clear_slot(page, s, part);
   }
   if (slot >= written) return;
 #pragma unroll 1
-  for (int32_t t = tile + 1; t < page.layout->tiles(); ++t) clear_tile(page, t, part);
+  for (int32_t t = tile + 1; t < page.layout->tiles(); ++t) {
+    clear_tile_side(page, t, part, token_lane(), kTokenLanes);
+  }
 }
 
 // ---- values ----
@@ -168,39 +156,22 @@ template <CodeType kType, int32_t kDim>
 __device__ __forceinline__ void store_codes(const HalfRows<kDim>& x, const CodeMaker& maker,
                                             bool has_codes, Component part, int32_t in_tile,
                                             uint8_t* codes) {
-  constexpr int32_t kBits = kType.bits();
-  constexpr float kTop = static_cast<float>((1 << kBits) - 1);
-  const auto byte_of = [part](int32_t token, int32_t dim) {
-    const CodePosition at = part == Component::kKey
-                                ? code_position({kType, kDim}, Component::kKey, token, dim)
-                                : code_position({kType, kDim}, Component::kValue, token, dim);
-    return at.byte + at.bit / 8;
-  };
+  constexpr float kTop = static_cast<float>((1 << kType.bits()) - 1);
 #pragma unroll
   for (int32_t n = 0; n < kDim / 16; ++n) {
-    const int32_t first = n / 2 * 32, par = n % 2;
-    // From a channel to its neighbour, and over 8 and 16 channels, it is the same way everywhere.
-    uint8_t* const to = codes + byte_of(in_tile, first + 2 * token_lane()) +
-                        par * (byte_of(0, first + 1) - byte_of(0, first));
-    uint32_t of[4];
+    const int32_t first = n / 2 * 32 + 2 * token_lane(), par = n % 2;
+    uint32_t four[4];
 #pragma unroll
     for (int32_t j = 0; j < 4; ++j) {
       const float y = x[4 * (n & ~1) + 2 * j + par];
-      of[j] = !kType.is_raw() ? biased_code(y, maker, kTop) : has_codes ? float_to_half(y) : 0u;
+      four[j] = !kType.is_raw() ? biased_code(y, maker, kTop) & 255u
+                : has_codes     ? float_to_half(y)
+                                : 0u;
     }
-#pragma unroll
-    for (int32_t j = 0; j < 4; j += kBits == 16 ? 1 : kBits == 2 ? 4 : 2) {
-      uint8_t* const at = to + byte_of(0, first + 8 * j) - byte_of(0, first);
-      if constexpr (kBits == 16) {
-        *reinterpret_cast<uint16_t*>(at) = static_cast<uint16_t>(of[j]);
-      } else if constexpr (kBits == 8) {
-        *reinterpret_cast<uint16_t*>(at) =
-            static_cast<uint16_t>(join_bytes(of[j], of[j + 1], 0, 0));
-      } else if constexpr (kBits == 4) {
-        *at = static_cast<uint8_t>(of[j] + (of[j + 1] << 4));
-      } else {
-        *at = static_cast<uint8_t>(of[0] + (of[1] << 2) + (of[2] << 4) + (of[3] << 6));
-      }
+    if (part == Component::kKey) {
+      store_codes_of<kType>(kDim, Component::kKey, in_tile, first + par, four, codes);
+    } else {
+      store_codes_of<kType>(kDim, Component::kValue, in_tile, first + par, four, codes);
     }
   }
 }
