@@ -62,6 +62,30 @@ struct DeviceChunk {
   int32_t tokens = 0;
 };
 
+// The first failure that kernels find, device memory; later ones are dropped (report_fault() of
+// store/place/device/device_fault.cuh). It stays until the caller takes it, and nothing else takes
+// notice: counts move on, so kernels must go on whatever it says, with values that they can hold.
+// A format reads values of a chunk that are not finite as 0. The place reports such values, unless
+// the format does (checks_chunks()).
+struct DeviceFault {
+  StatusCode status;  // kOk: none
+  int32_t slot, layer, kv_head;
+};
+
+// What becomes valid with a call once its pages are dealt: commit() of
+// store/place/device/commit.cuh.
+struct DeviceCommit {
+  LayerTokens* counts = nullptr;  // device [max_sequences][num_layers] that become `to`; or null
+  int32_t num_layers = 0;
+  const RingCursors* cursors = nullptr;
+  const OpState* state = nullptr;
+  DeviceFault* fault = nullptr;   // of a refused operation
+  int64_t* least_free = nullptr;  // that was ever free
+  // Mapped host memory: the free pages, in the low 32 bits the number of the next page operation.
+  // Null: none of this.
+  uint64_t* published = nullptr;
+};
+
 // The (sequence, layer) pairs of a call: entry i * num_layers + l is sequence i, layer first_layer
 // + l.
 struct DeviceWorks {
@@ -81,6 +105,7 @@ struct DeviceWorks {
   // Device, for write() and cut(): of the page operation before them. They do nothing unless it
   // says kOk.
   const OpReport* report = nullptr;
+  DeviceCommit commit;
 
   TKV_HD int32_t entries() const { return count * num_layers; }
   TKV_HD DeviceEntry entry(int32_t e) const {
@@ -98,16 +123,6 @@ struct DeviceWorks {
 struct DeviceRowCounts {
   SideCounts* kept = nullptr;    // as LayerPlan::kept
   SideCounts* target = nullptr;  // as LayerPlan::tokens
-};
-
-// The first failure that kernels find, device memory; later ones are dropped (report_fault() of
-// store/place/device/device_fault.cuh). It stays until the caller takes it, and nothing else takes
-// notice: counts move on, so kernels must go on whatever it says, with values that they can hold.
-// A format reads values of a chunk that are not finite as 0. The place reports such values, unless
-// the format does (checks_chunks()).
-struct DeviceFault {
-  StatusCode status;  // kOk: none
-  int32_t slot, layer, kv_head;
 };
 
 struct DeviceAttendBody {
@@ -161,7 +176,8 @@ class DeviceRowFormat {
   // fault; it is written as one that the format can hold.
   virtual Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
   // The tables hold what the plan asked for; works as plan() got them, nothing in between. `copies`
-  // [count * rows_per_sequence * kMaxSides], null where nothing was truncated.
+  // [count * rows_per_sequence * kMaxSides], null where nothing was truncated. One kernel, which is
+  // always launched, commits the works.
   virtual Status write(const DeviceWorks& works, const PageCopy* copies) = 0;
 
   // Attention over the bodies of a layer: out is normalised, lse natural, as merge_attention()

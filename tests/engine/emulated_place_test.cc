@@ -396,18 +396,27 @@ TEST(EmulatedCounts, FollowTheLaws) {
     c.layers = input.uniform(1, layers - c.first_layer);
     c.num_layers = layers;
     c.max_sequences = sequences;
+    c.rows = input.uniform(0, 3 * layers);
+    std::vector<SideCounts> held(sequences * c.rows), kept(held.size()), target(held.size());
+    for (SideCounts& of_row : held) of_row.of[0] = input.uniform(0, 900);
+    c.held = held.data();
+    c.row_counts = {kept.data(), target.data()};
     // In two chunks of ids, in reverse order.
     const int32_t half = sequences / 2;
     for (const auto& [first, end] : {std::pair{0, half}, std::pair{half, sequences}}) {
       for (int32_t i = first; i < end; ++i) ids.slots[i - first] = sequences - 1 - i;
       c.first = first;
       c.count = end - first;
-      emulate(c.count * c.layers / kCountThreads + 1, 1, kCountThreads,
+      emulate(c.count * c.threads_of_sequence() / kCountThreads + 1, 1, kCountThreads,
               [&] { count_kernel(c, ids); });
     }
     for (int32_t i = 0; i < sequences; ++i) {
       const int32_t slot = sequences - 1 - i;
       ASSERT_EQ(slots[i], slot);
+      for (int32_t r = 0; r < c.rows; ++r) {
+        ASSERT_EQ(kept[i * c.rows + r], held[slot * c.rows + r]);
+        ASSERT_EQ(target[i * c.rows + r], held[slot * c.rows + r]);
+      }
       for (int32_t l = 0; l < c.layers; ++l) {
         const LayerTokens now = counts[slot * layers + c.first_layer + l];
         LayerTokens expected = now;
@@ -440,11 +449,10 @@ TEST(EmulatedCounts, NeedsAreWhatThePageOperationsTake) {
     const int32_t sequence = input.uniform(0, shape.table.num_sequences - 1);
     if (state->sequences[sequence].state != SequenceState::kLive) continue;
     const int32_t rows = shape.table.rows_per_sequence;
-    std::vector<SideCounts> kept(rows), target(rows);
-    RowCountsCall c = {*state, &sequence, {kept.data(), target.data()}, 1};
-    emulate(1, 1, kCountThreads, [&] { row_counts_kernel(c); });
+    const SideCounts* const held = state->tokens + sequence * rows;
+    std::vector<SideCounts> kept(held, held + rows), target(rows);
+    const RowCountsCall c = {*state, &sequence, {kept.data(), target.data()}, 1};
     for (int32_t r = 0; r < rows; ++r) {
-      ASSERT_EQ(kept[r], state->tokens[sequence * rows + r]);
       for (int32_t s = 0; s < shape.table.num_sides; ++s) {
         if (input.chance(0.5)) kept[r].of[s] = input.uniform(0, kept[r].of[s]);
         target[r].of[s] = kept[r].of[s] + input.uniform(0, 5);

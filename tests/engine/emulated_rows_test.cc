@@ -44,6 +44,11 @@ TEST_F(EmulatedRows, TiersAreTheHosts) {
     RowsTwin twin(config, &memory_, make_device_tiers_rows, tiers_page_bytes, &rng_);
     twin.soak(12, 120, 4);
     if (HasFatalFailure()) return;
+    // Few tokens that leave are written one by one.
+    RowsTwin few(config, &memory_, make_device_tiers_rows, tiers_page_bytes, &rng_);
+    few.add();
+    few.spoil(0, config.window_tokens + config.sink_tokens + pick(1, kMaxStepTokens));
+    if (HasFatalFailure()) return;
   }
 }
 

@@ -93,7 +93,7 @@ class BatchBook {
 // The free pages of the device: a lower bound.
 class FreePages {
  public:
-  // published: mapped host memory, written by commit_kernel() (CommitCall::published).
+  // published: mapped host memory, written by commit() (DeviceCommit::published).
   void set(const volatile uint64_t* published) { published_ = published; }
 
   // A page operation was enqueued, or will be replayed, that takes `at_most` pages.

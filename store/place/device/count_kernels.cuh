@@ -5,7 +5,7 @@
 
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_fault.cuh"
+#include "store/place/device/commit.cuh"
 #include "store/place/device/device_kernels.h"
 
 namespace tierkv::store {
@@ -16,15 +16,22 @@ __device__ __forceinline__ int32_t grid_thread() {
   return static_cast<int32_t>(blockIdx.x) * kCountThreads + static_cast<int32_t>(threadIdx.x);
 }
 
-// A thread per entry of the chunk.
+// A thread per entry of the chunk and per table row of its sequences.
 inline __global__ void __launch_bounds__(kCountThreads)
     count_kernel(const __grid_constant__ CountCall c, const __grid_constant__ IdChunk ids) {
   wait_for_previous_kernel();
-  const int32_t i = grid_thread();
-  if (i >= c.count * c.layers) return;
-  const int32_t within = i / c.layers, l = i - within * c.layers, sequence = c.first + within;
+  const int32_t i = grid_thread(), threads = c.threads_of_sequence();
+  if (i >= c.count * threads) return;
+  const int32_t within = i / threads, l = i - within * threads, sequence = c.first + within;
   const int32_t slot = ids.slots[within], layer = c.first_layer + l;
+  if (l < c.rows) {
+    const SideCounts now = c.held[static_cast<int64_t>(slot) * c.rows + l];
+    const int64_t row = static_cast<int64_t>(sequence) * c.rows + l;
+    c.row_counts.kept[row] = now;
+    c.row_counts.target[row] = now;
+  }
   if (l == 0) c.batch.slots[sequence] = slot;
+  if (l >= c.layers) return;
   const LayerTokens from = c.counts[static_cast<int64_t>(slot) * c.num_layers + layer];
   const LayerTokens to = after(c.law, c.laws, from, c.tokens);
   const int64_t entry = static_cast<int64_t>(sequence) * c.layers + l;
@@ -36,34 +43,9 @@ inline __global__ void __launch_bounds__(kCountThreads)
 }
 
 inline __global__ void __launch_bounds__(kCountThreads)
-    commit_kernel(const __grid_constant__ CommitCall c) {
+    commit_kernel(const __grid_constant__ DeviceWorks works) {
   wait_for_previous_kernel();
-  const int32_t i = grid_thread();
-  if (i < c.entries) {
-    const int32_t sequence = i / c.layers, layer = c.first_layer + i - sequence * c.layers;
-    c.counts[static_cast<int64_t>(c.slots[sequence]) * c.num_layers + layer] = c.to[i];
-  }
-  if (i != 0) return;
-  if (c.report != nullptr && c.report->status != StatusCode::kOk) {
-    report_fault(c.fault, {c.report->status, -1, -1, -1});
-  }
-  const RingCursors cursors = *c.allocator.ring.cursors;
-  const auto free = static_cast<uint64_t>(cursors.end - cursors.start);
-  if (cursors.end - cursors.start < *c.least_free) *c.least_free = cursors.end - cursors.start;
-  const auto number = static_cast<uint32_t>(c.allocator.state->op_number);
-  *static_cast<volatile uint64_t*>(c.published) = free << 32 | number;
-}
-
-// A thread per table row of the batch.
-inline __global__ void __launch_bounds__(kCountThreads)
-    row_counts_kernel(const __grid_constant__ RowCountsCall c) {
-  wait_for_previous_kernel();
-  const int32_t i = grid_thread(), rows = c.allocator.shape.table.rows_per_sequence;
-  if (i >= c.count * rows) return;
-  const SideCounts now =
-      c.allocator.tokens[static_cast<int64_t>(c.slots[i / rows]) * rows + i % rows];
-  c.counts.kept[i] = now;
-  c.counts.target[i] = now;
+  commit(works);
 }
 
 // A CTA per table row.

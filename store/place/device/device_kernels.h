@@ -57,23 +57,15 @@ struct CountCall {
   int32_t first = 0, count = 0;  // of the sequences of the batch: those in the chunk of ids
   int32_t first_layer = 0, layers = 0;
   int32_t num_layers = 0, max_sequences = 0;
+  // What table rows hold now is what a plan finds: rows of a sequence, 0 where there is none.
+  int32_t rows = 0;
+  const SideCounts* held = nullptr;  // [max_sequences, rows]
+  DeviceRowCounts row_counts;
+
+  TKV_HD int32_t threads_of_sequence() const { return most(layers, rows); }
 };
 
-// Counts become `to`; then what the pages came to is told to the host.
-struct CommitCall {
-  const int32_t* slots = nullptr;   // [entries / layers]
-  const LayerTokens* to = nullptr;  // [entries]
-  LayerTokens* counts = nullptr;
-  int32_t entries = 0, layers = 0, first_layer = 0, num_layers = 0;
-  PageAllocator allocator;
-  const OpReport* report = nullptr;  // of the page operation before; a refusal is a fault
-  DeviceFault* fault = nullptr;
-  int64_t* least_free = nullptr;  // that was ever free
-  // Mapped host memory: the free pages, in the low 32 bits the number of the next page operation.
-  uint64_t* published = nullptr;
-};
-
-// What rows hold now, as the place gives it to a plan.
+// What a plan leaves of table rows.
 struct RowCountsCall {
   PageAllocator allocator;
   const int32_t* slots = nullptr;  // [count]

@@ -26,8 +26,8 @@ Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stre
                                to);
 }
 
-Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slots,
-                                 Positions layers) {
+Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slots, Positions layers,
+                                 bool plans) {
   CountCall call;
   call.batch = batch();
   call.counts = counts_;
@@ -38,37 +38,31 @@ Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slot
   call.layers = layers.count();
   call.num_layers = config_.layout.num_layers;
   call.max_sequences = config_.max_sequences;
+  call.rows = plans ? rows_per_sequence() : 0;
+  call.held = view_.pages.allocator.tokens;
+  call.row_counts = row_counts();
   const auto total = static_cast<int32_t>(slots.size());
   for (; call.first < total; call.first += kIdChunk) {
     call.count = std::min(kIdChunk, total - call.first);
     IdChunk ids = {};
     std::copy_n(slots.begin() + call.first, call.count, ids.slots);
-    const uint32_t ctas = ctas_for(int64_t{call.count} * call.layers);
+    const uint32_t ctas = ctas_for(int64_t{call.count} * call.threads_of_sequence());
     Status s = launch_after_previous(count_kernel, ctas, kCountThreads, 0, stream_, call, ids);
     if (!s) return s;
   }
   return Status::ok();
 }
 
-// works: whose counts become what they were to become; null: nobody's.
-Status DevicePlace::commit(const DeviceWorks* works, bool after_op) {
-  CommitCall call;
-  if (works != nullptr) {
-    call.slots = works->slots;
-    call.to = works->to;
-    call.entries = works->entries();
-    call.layers = works->num_layers;
-    call.first_layer = works->first_layer;
-  }
-  call.counts = counts_;
-  call.num_layers = config_.layout.num_layers;
-  call.allocator = view_.pages.allocator;
-  call.report = after_op ? report_ : nullptr;
-  call.fault = fault_;
-  call.least_free = least_free_;
-  call.published = published_;
-  return launch_after_previous(commit_kernel, ctas_for(call.entries), kCountThreads, 0, stream_,
-                               call);
+Status DevicePlace::commit(const DeviceWorks& works) {
+  const int64_t entries = works.commit.counts == nullptr ? 0 : works.entries();
+  return launch_after_previous(commit_kernel, ctas_for(entries), kCountThreads, 0, stream_, works);
+}
+
+Status DevicePlace::commit_op(bool is_reported) {
+  DeviceWorks none;
+  none.report = is_reported ? report_ : nullptr;
+  none.commit = commit_of(nullptr);
+  return commit(none);
 }
 
 Result<bool> DevicePlace::has_pages(int64_t at_most) {
@@ -86,7 +80,7 @@ Status DevicePlace::run(const PageOp& op, int64_t at_most) {
 // For operations that the bound does not admit: what becomes of them is known afterwards.
 Status DevicePlace::run_and_wait(const PageOp& op, int64_t at_most) {
   if (Status s = run(op, at_most); !s) return s;
-  if (Status s = commit(nullptr, false); !s) return s;
+  if (Status s = commit_op(false); !s) return s;
   OpReport report;
   if (Status s = copy(&report, op.report, sizeof(report)); !s) return s;
   if (Status s = wait(); !s) return s;
@@ -97,11 +91,6 @@ Status DevicePlace::run_and_wait(const PageOp& op, int64_t at_most) {
 
 RowCountsCall DevicePlace::counts_call(const DeviceWorks& works) const {
   return {view_.pages.allocator, works.slots, row_counts(), works.count};
-}
-
-Status DevicePlace::fill_row_counts(const DeviceWorks& works) {
-  return launch_after_previous(row_counts_kernel, ctas_for(works.count * rows_per_sequence()),
-                               kCountThreads, 0, stream_, counts_call(works));
 }
 
 Status DevicePlace::require_needs(const DeviceWorks& works) {
@@ -138,7 +127,6 @@ Status DevicePlace::compress_works(const DeviceWorks& works, const LayerMoves& m
   const Result<bool> fits = has_pages(at_most);
   if (!fits) return fits.status();
   if (!*fits && book_.is_captured()) return refuse_pages(at_most);
-  if (Status s = fill_row_counts(works); !s) return s;
   if (Status s = format_->plan(works, row_counts()); !s) return s;
   if (!*fits) {
     if (Status s = require_needs(works); !s) return s;
@@ -176,7 +164,7 @@ Status DevicePlace::open(int32_t slot) {
   book_.forget();
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::open({op_slots_, 1}, report_), 0); !s) return s;
-  if (Status s = commit(nullptr, true); !s) return s;
+  if (Status s = commit_op(true); !s) return s;
   const int64_t layers = config_.layout.num_layers;
   cudaError_t error = cudaMemsetAsync(view_.slots.raw(slot, 0), 0,
                                       static_cast<size_t>(layout_.slot_bytes), stream_);
@@ -192,7 +180,7 @@ Status DevicePlace::release(int32_t slot) {
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::release({op_slots_, 1}, report_), 0); !s) return s;
   format_->released(slot);
-  return commit(nullptr, true);
+  return commit_op(true);
 }
 
 Status DevicePlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
@@ -215,31 +203,34 @@ Status DevicePlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
     return s;
   }
   if (Status s = copy_pages(1); !s) return s;
-  if (Status s = write_counts(CountLaw::kHeld, 0, {to}, all); !s) return s;
+  if (Status s = write_counts(CountLaw::kHeld, 0, {to}, all, false); !s) return s;
   const DeviceWorks works = works_of(layers, all, 0);
   if (Status s = format_->forked(from, to); !s) return s;
   if (Status s = format_->cut(works, copies_); !s) return s;
-  return commit(nullptr, true);
+  return commit_op(true);
 }
 
 Status DevicePlace::truncate(const LayerMoves& layers) {
   if (Status s = enter("truncate", false); !s) return s;
   book_.forget();
-  const int32_t num_layers = config_.layout.num_layers, tokens = layers[0].to.tokens;
-  if (Status s = write_counts(CountLaw::kTruncate, tokens, {layers[0].slot}, {0, num_layers}); !s) {
+  const Positions all = {0, config_.layout.num_layers};
+  const int32_t tokens = layers[0].to.tokens;
+  const bool cuts = any_moves_body(layers);
+  if (Status s = write_counts(CountLaw::kTruncate, tokens, {layers[0].slot}, all, cuts); !s) {
     return s;
   }
-  const DeviceWorks works = works_of(layers, {0, num_layers}, 0);
-  const bool cuts = any_moves_body(layers);
+  DeviceWorks works = works_of(layers, all, 0);
+  works.commit.counts = counts_;
   if (cuts) {
     if (Status s = cut_bodies(works, layers); !s) return s;
+  } else {
+    works.report = nullptr;
   }
-  return commit(&works, cuts);
+  return commit(works);
 }
 
 // The ring's tokens all go, so what comes back may take their places before the pages are cut.
 Status DevicePlace::cut_bodies(const DeviceWorks& works, const LayerMoves& layers) {
-  if (Status s = fill_row_counts(works); !s) return s;
   if (Status s = format_->cut_counts(works, row_counts()); !s) return s;
   const int64_t rows = rows_per_sequence();
   const int64_t at_most = rows * layout_.allocator.table.num_sides;

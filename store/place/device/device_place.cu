@@ -59,6 +59,7 @@ DeviceWorks DevicePlace::works_of(const LayerMoves& moves, Positions layers, int
   works.from = batch().from;
   works.to = batch().to;
   works.report = report_;
+  works.commit = commit_of(nullptr);
   works.first_layer = layers.first;
   works.num_layers = layers.count();
   works.count = static_cast<int32_t>(moves.size()) / works.num_layers;
@@ -95,15 +96,15 @@ Status DevicePlace::compress(const LayerMoves& moves, int32_t tokens) {
   if (book_.is_captured()) {
     if (Status s = require_alike(moves); !s) return s;
   }
-  if (Status s = write_counts(CountLaw::kBegin, tokens, slots, layers); !s) return s;
+  const bool compresses = book_.is_captured() || any_moves_body(moves);
+  if (Status s = write_counts(CountLaw::kBegin, tokens, slots, layers, compresses); !s) return s;
   book_.wrote_step(slots, tokens);
-  if (!book_.is_captured() && !any_moves_body(moves)) return Status::ok();
-  const DeviceWorks works = works_of(moves, layers, tokens);
-  if (Status s = compress_works(works, moves); !s) {
-    book_.forget();
-    return s;
-  }
-  return commit(&works, true);
+  if (!compresses) return Status::ok();
+  DeviceWorks works = works_of(moves, layers, tokens);
+  works.commit.counts = counts_;
+  Status s = compress_works(works, moves);
+  if (!s) book_.forget();
+  return s;
 }
 
 template <class Call>
@@ -191,10 +192,10 @@ Status DevicePlace::append_chunk(const LayerAppend& call, const LayerMoves& move
                                  RawAppendCall raw) {
   const Positions layer = {call.layer, call.layer + 1};
   const Slots slots = slots_of(moves, 1);
-  if (Status s = write_counts(CountLaw::kAppend, call.tokens, slots, layer); !s) return s;
+  const bool leaves = any_moves_body(moves);
+  if (Status s = write_counts(CountLaw::kAppend, call.tokens, slots, layer, leaves); !s) return s;
   book_.wrote_layer(slots, call.layer);
   raw.to = batch().to;
-  const bool leaves = any_moves_body(moves);
   if (leaves) {
     DeviceWorks works = works_of(moves, layer, call.tokens);
     works.chunk = raw.chunk;
@@ -204,8 +205,7 @@ Status DevicePlace::append_chunk(const LayerAppend& call, const LayerMoves& move
       return s;
     }
   }
-  if (Status s = append_raw(raw, static_cast<int32_t>(moves.size())); !s) return s;
-  return leaves ? commit(nullptr, true) : Status::ok();
+  return append_raw(raw, static_cast<int32_t>(moves.size()));
 }
 
 // out and body_lse_ of the bodies; false: none of the sequences has one.
@@ -250,7 +250,7 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   const Slots slots = slots_of(moves, 1);
   if (!book_.has_at(slots, call.layer)) {
     const Positions layers = {0, config_.layout.num_layers};
-    if (Status s = write_counts(CountLaw::kHeld, 0, slots, layers); !s) return s;
+    if (Status s = write_counts(CountLaw::kHeld, 0, slots, layers, false); !s) return s;
     book_.wrote_held(slots);
   }
   const Result<bool> has_bodies = attend_bodies(call, moves);

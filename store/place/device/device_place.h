@@ -64,9 +64,17 @@ class DevicePlace final : public Place {
   // Before every call: which memory of batches it uses; a call that cannot be captured is refused.
   Status enter(const char* call, bool can_be_captured);
   DeviceBatch& batch() { return batches_[book_.index()]; }
-  // Writes slots and counts of the batch.
-  Status write_counts(CountLaw law, int32_t tokens, const Slots& slots, Positions layers);
-  Status commit(const DeviceWorks* works, bool after_op);
+  // Writes slots and counts of the batch and, where a plan follows, what its table rows hold.
+  Status write_counts(CountLaw law, int32_t tokens, const Slots& slots, Positions layers,
+                      bool plans);
+  Status commit(const DeviceWorks& works);
+  // After an operation on pages alone, which may have been refused where it is reported.
+  Status commit_op(bool is_reported);
+  DeviceCommit commit_of(LayerTokens* counts) const {
+    const PageAllocator& a = view_.pages.allocator;
+    return {counts,    config_.layout.num_layers, a.ring.cursors, a.state, fault_, least_free_,
+            published_};
+  }
 
   template <class Call>
   Call raw_call(int32_t layer) const;
@@ -79,7 +87,7 @@ class DevicePlace final : public Place {
   Result<bool> attend_bodies(const LayerAttend& call, const LayerMoves& moves);
 
   DeviceWorks works_of(const LayerMoves& moves, Positions layers, int32_t tokens);
-  // Plans, takes the pages and writes.
+  // Plans, takes the pages, writes and commits.
   Status compress_works(const DeviceWorks& works, const LayerMoves& moves);
   // The most pages that the works take.
   int64_t most_pages(const DeviceWorks& works, bool rewrites) const;
@@ -93,7 +101,6 @@ class DevicePlace final : public Place {
   }
   DeviceRowCounts row_counts() const { return {kept_, target_}; }
   RowCountsCall counts_call(const DeviceWorks& works) const;
-  Status fill_row_counts(const DeviceWorks& works);
   // Waits for what the row counts ask for: kOutOfPages, kOutOfRange.
   Status require_needs(const DeviceWorks& works);
   Status run(const PageOp& op, int64_t at_most);

@@ -355,7 +355,7 @@ Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans
   if (Status s = copy(target_, counts.data(), bytes); !s) return s;
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::grow({op_slots_, 1}, target_, report_), needed); !s) return s;
-  return commit(nullptr, true);
+  return commit_op(true);
 }
 
 }  // namespace tierkv::store

@@ -6,7 +6,7 @@
 
 #include "codec/gpu/channel_encode.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_fault.cuh"
+#include "store/place/device/commit.cuh"
 #include "store/rows/channel/channel_body.h"
 #include "store/rows/device_tokens.h"
 
@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   extern __shared__ __align__(16) uint8_t block_shared_bytes[];
   wait_for_previous_kernel();
   auto& shared = *reinterpret_cast<ChannelShared<Encoder::kHeadDim>*>(block_shared_bytes);
+  commit(c.works);
   if (!c.works.has_pages()) return;
   const int32_t blocks = c.num_entries * c.view.num_kv_heads * c.most_blocks;
   for (auto i = static_cast<int32_t>(blockIdx.x); i < blocks;

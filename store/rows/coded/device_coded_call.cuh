@@ -11,7 +11,7 @@
 
 #include "codec/gpu/coded/weighted_batch.h"
 #include "gpu/warp.cuh"
-#include "store/place/device/device_fault.cuh"
+#include "store/place/device/commit.cuh"
 #include "store/rows/coded/coded_shape.h"
 #include "store/rows/device_row_format.h"
 
@@ -103,19 +103,21 @@ struct CodedCall {
   // layer begins among all, and, [layers, layer_cells()], the layer's cells by their places.
   int32_t* list_begins = nullptr;  // [layers + 1]
   int32_t* lists = nullptr;
-  bool writes = false;              // of write(): one group's tokens are in staging memory already
-  bool by_entry = false;            // what does not is EncodeEntries', not that of groups
-  WeightedPlace* places[2] = {};    // [cells, heads]
-  uint32_t* ends = nullptr;         // [cells]
-  StatusCode* status = nullptr;     // [layers, layer_cells(), heads, 2], by places in the lists
-  uint8_t* kept = nullptr;          // as status: whether the block's bytes lie over its tokens
-  int32_t* left = nullptr;          // [1]: whether write() has blocks to encode
+  bool writes = false;            // of write(): one group's tokens are in staging memory already
+  bool by_entry = false;          // what one group does not hold is EncodeEntries'
+  WeightedPlace* places[2] = {};  // [cells, heads]
+  uint32_t* ends = nullptr;       // [cells]
+  StatusCode* status = nullptr;   // [layers, layer_cells(), heads, 2], by places in the lists
+  uint8_t* kept = nullptr;        // as status: whether the block's bytes lie over its tokens
+  // [2]: whether write() has blocks to encode; layers that are listed, 0 between kernels.
+  int32_t* left = nullptr;
   uint16_t* staging = nullptr;      // [2, group_cells, heads, 64, head_dim]
   uint8_t (*decided)[4] = nullptr;  // [group_cells, heads, 64], as WeightedEncode has it
   WeightedRange* ranges = nullptr;  // [group_cells, heads]
   CellGroup group;                  // that is in staging memory
   int32_t group_cells = 0;          // that staging has room for
   int32_t blocks = 0;               // cells of an entry
+  int32_t slice_bytes = 0;          // that the memory of a warp which decodes has room for
 
   TKV_HD int32_t heads() const { return device.shape.num_kv_heads; }
   TKV_HD int32_t head_dim() const { return device.shape.head_dim; }

@@ -56,7 +56,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     if (!made) return made.status();
     CodedCall& call = *made;
     call.counts = counts;
-    if (Status s = run(OpenEntries{call}, 1, 1); !s) return s;
+    if (Status s = open_entries(call); !s) return s;
     saved_ = nullptr;
     if (planned_.saved > 0 && !is_one_group(call)) {
       if (Status s = save(&call); !s) return s;
@@ -93,7 +93,7 @@ class PlannedCodedRows : public AttendedCodedRows {
       }
       const int64_t items = int64_t{of_group.group.cells} * heads() * 2;
       Status moved = run(OfCall<MoveBlocks>{of_group}, items, MoveBlocks::kThreads / kWarpLanes);
-      if (!moved) return moved;
+      if (!moved || call.by_entry) return moved;
       Status encoded = encode_group(of_group);
       if (!encoded || !planned_.leaves_raw) return encoded;
       return run(OfCall<WriteRawBlocks>{of_group}, items, 1);
@@ -101,7 +101,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     if (!s) return s;
     saved_ = nullptr;
     note(works);
-    return run(FinishEntries{call}, works.entries(), 1);
+    return call.by_entry ? Status::ok() : run(OfCall<FinishEntries>{call}, works.entries(), 1);
   }
 
  protected:
@@ -110,6 +110,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     call.works = works;
     call.works.moves = nullptr;
     call.blocks = blocks;
+    call.slice_bytes = most_coded_slice_bytes(host_->format(), head_dim());
     if (int64_t{works.entries()} * blocks > cells_) {
       return Status(StatusCode::kInvalidArgument, "coded rows: a call of too many blocks");
     }
@@ -147,8 +148,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     Result<CodedCall> call = call_of(works, most_blocks(works));
     if (!call) return call;
     if (!planned_.hints.empty()) call->hints = hints_;
-    call->by_entry =
-        works.moves == nullptr && !is_one_group(*call) && call->blocks <= call->group_cells;
+    call->by_entry = works.moves == nullptr && call->blocks <= call->group_cells;
     return call;
   }
 
@@ -207,33 +207,44 @@ class PlannedCodedRows : public AttendedCodedRows {
   // each(call) for every group of cells, and then what is not of groups.
   template <class Each>
   Status for_groups(const CodedCall& call, const Each& each) {
-    const int32_t cells =
-        call.by_entry ? call.group_cells : call.layer_cells() * call.works.num_layers;
+    const int32_t cells = call.layer_cells() * call.works.num_layers;
+    CodedCall of_group = call;
     for (int32_t first = 0; first < cells; first += call.group_cells) {
-      CodedCall of_group = call;
       of_group.group = {first, std::min(call.group_cells, cells - first)};
       Status s = each(of_group);
       if (!s) return s;
+      if (call.by_entry) break;
     }
-    return call.by_entry ? encode_entries(call) : Status::ok();
+    const bool is_last = call.by_entry && (call.writes || !is_one_group(call));
+    return is_last ? encode_entries(of_group) : Status::ok();
+  }
+
+  Status open_entries(const CodedCall& call) const {
+    return launch(OpenEntries{call}, dim3(static_cast<uint32_t>(call.works.num_layers)), 0,
+                  OpenEntries::kThreads);
   }
 
   Status load_group(const CodedCall& call) {
     const int64_t rows = int64_t{call.group.cells} * heads();
-    if (Status s = run(OfCall<GatherTokens>{call}, rows, 1); !s) return s;
-    Status s = run(OfCall<DecideExponents>{call}, rows, DecideExponents::kThreads / kWarpLanes);
-    if (!s || !planned_.continues) return s;
-    const int64_t ctas = (int64_t{call.group.cells} * heads() + 3) / 4;
-    const int64_t most_ctas = 2 * limits_.sms / call.works.num_layers + 1;
-    const dim3 grid(static_cast<uint32_t>(std::clamp<int64_t>(ctas, 1, most_ctas)),
-                    static_cast<uint32_t>(2 * call.works.num_layers));
-    return launch(OfCall<DecodeOldBlocks>{call}, grid,
-                  decode_bytes(call, DecodeOldBlocks::kThreads / kWarpLanes),
+    if (call.blocks == 1) {
+      if (Status s = run(OfCall<LoadTokens>{call}, rows, 1); !s) return s;
+    } else {
+      if (Status s = run(OfCall<GatherTokens>{call}, rows, 1); !s) return s;
+      Status s = run(OfCall<DecideExponents>{call}, rows, DecideExponents::kThreads / kWarpLanes);
+      if (!s) return s;
+    }
+    if (!planned_.continues) return Status::ok();
+    constexpr int32_t kWarps = DecodeOldBlocks::kThreads / kWarpLanes;
+    const int64_t most_ctas = std::max(1, 2 * limits_.sms / call.works.num_layers);
+    const dim3 grid(
+        static_cast<uint32_t>(std::clamp<int64_t>((rows + kWarps - 1) / kWarps, 1, most_ctas)),
+        static_cast<uint32_t>(2 * call.works.num_layers));
+    const WeightedDecode shape = decode_shape(call);
+    return launch(OfCall<DecodeOldBlocks>{call}, grid, DecodeOldBlocks::shared_bytes(shape, kWarps),
                   DecodeOldBlocks::kThreads);
   }
-  int32_t decode_bytes(const CodedCall& call, int32_t warps) const {
-    const DecodeOldBlocks decode{{call}};
-    return DecodeOldBlocks::shared_bytes(decode.shape_of_call(host_->format().max_length), warps);
+  WeightedDecode decode_shape(const CodedCall& call) const {
+    return DecodeOldBlocks{{call}}.shape_of_call(host_->format().max_length);
   }
 
   // Warps of a CTA that encodes, two of which an SM has where that is possible, and the bytes of
@@ -268,13 +279,16 @@ class PlannedCodedRows : public AttendedCodedRows {
       using Entries = EncodeEntries<dim / kWarpLanes>;
       const EncodeShape shape =
           encode_shape(Entries::kCallBytes + Encode::kCallBytes + kEncodeCtaBytes);
-      const int32_t base = Entries::kCallBytes + decode_bytes(call, 0);
-      const int32_t each = decode_bytes(call, 1) - decode_bytes(call, 0);
-      const int32_t decode_warps = std::clamp((shape.bytes - base) / each, 1, shape.warps);
-      const int32_t bytes = std::max(shape.bytes, base + decode_warps * each);
-      const int32_t ctas = std::min(2 * limits_.sms, call.group_cells / call.blocks);
-      return launch(Entries{call, decode_warps}, dim3(static_cast<uint32_t>(ctas)), bytes,
-                    shape.warps * kWarpLanes);
+      const WeightedDecode decode = decode_shape(call);
+      const int32_t room = shape.bytes - Entries::kCallBytes - DecodeOldBlocks::cta_bytes(decode);
+      const int32_t decode_warps =
+          std::clamp(room / weighted_decode_warp_bytes(decode), 1, shape.warps);
+      const int32_t bytes = std::max(
+          shape.bytes, Entries::kCallBytes + DecodeOldBlocks::shared_bytes(decode, decode_warps));
+      const int32_t ctas = 2 * limits_.sms,
+                    entry_ctas = std::min(ctas, call.group_cells / call.blocks);
+      return launch(Entries{call, decode_warps, entry_ctas}, dim3(static_cast<uint32_t>(ctas)),
+                    bytes, shape.warps * kWarpLanes);
     });
   }
 
@@ -337,7 +351,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     uint32_t* const hint = hints_ + config_.max_sequences * layers();
     call->hints = hint;
     if (Status s = upload(hint, &kFixesEntry, sizeof(kFixesEntry)); !s) return s;
-    if (Status s = run(OpenEntries{*call}, 1, 1); !s) return s;
+    if (Status s = open_entries(*call); !s) return s;
     const int32_t blocks = least(kSampleBlocks, call->blocks);
     call->group = {0, blocks};
     if (Status s = load_group(*call); !s) return s;

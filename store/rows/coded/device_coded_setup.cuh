@@ -264,7 +264,7 @@ class CodedMemory : public DeviceRowFormat {
     take(entries, &s.entries);
     take(entries * heads(), &s.rows);
     take(cell_rows, &s.places[0], &s.places[1], &s.sums);
-    take(1, &s.left);
+    take(2, &s.left);
     take(cells_, &s.ends, &s.lists);
     take(layers() + 1, &s.list_begins);
     take(2 * cell_rows, &s.status, &s.kept);

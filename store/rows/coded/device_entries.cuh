@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a captured step does where staging memory does not hold all its blocks. How many there are
-// is known on the device alone, and launches for groups that may be empty cost more than the work.
+// What a captured step does where staging memory does not hold all its blocks, and the end of its
+// write(). How many blocks there are is known on the device alone, and launches that may be empty
+// cost more than the work.
 #pragma once
 
 #include "store/rows/coded/device_encode.cuh"
@@ -10,7 +11,9 @@
 namespace tierkv::store {
 
 // What load and encode kernels do for a group, by a CTA for an entry: its blocks are a group in the
-// CTA's part of staging memory, of call.blocks cells.
+// CTA's part of staging memory, of call.blocks cells. Where staging memory holds all blocks,
+// write() is what is left to do: to encode what plan() has not left over its tokens. It ends
+// write() either way.
 template <int32_t kPer>
 struct EncodeEntries {
   static constexpr int32_t kThreads = EncodeCells<kPer>::kThreads;
@@ -18,34 +21,44 @@ struct EncodeEntries {
   static constexpr int32_t kCallBytes = (sizeof(CodedCall) + 15) / 16 * 16;  // in shared memory
   CodedCall call;
   int32_t decode_warps = 0;  // that there is shared memory for
+  int32_t entry_ctas = 0;    // that there is staging memory for
 
   __device__ void operator()(uint8_t* shared) const {
-    if (has_one_group(call) || (call.writes && !call.works.has_pages())) return;
+    if (call.writes) commit(call.works);
+    if (call.writes && !call.works.has_pages()) return;
+    const bool is_one = has_one_group(call);
+    if (is_one && !call.writes) return;
     auto* const own = reinterpret_cast<CodedCall*>(shared);
-    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.works.entries();
-         e += static_cast<int32_t>(gridDim.x)) {
+    const auto cta = static_cast<int32_t>(blockIdx.x);
+    const int32_t ctas = is_one ? static_cast<int32_t>(gridDim.x) : entry_ctas;
+    for (int32_t e = cta; cta < ctas && e < call.works.entries(); e += ctas) {
       const EntryDraft draft = call.entries[e];
       if (draft.form == EntryForm::kNothing || draft.failed != 0) continue;
-      const int32_t layer = e % call.works.num_layers;
-      __syncthreads();
-      if (threadIdx.x == 0) open(draft, layer, own);
-      __syncthreads();
-      load(*own, draft, layer, shared + kCallBytes);
-      encode(*own, draft, layer, shared + kCallBytes);
+      if (!is_one || *call.left != 0 || draft.form == EntryForm::kRaw) {
+        const int32_t layer = e % call.works.num_layers;
+        __syncthreads();
+        if (threadIdx.x == 0) open(draft, layer, is_one, own);
+        __syncthreads();
+        if (!is_one) load(*own, draft, layer, shared + kCallBytes);
+        encode(*own, draft, layer, is_one, shared + kCallBytes);
+      }
+      if (call.writes) FinishEntries{{call}}.finish(e, draft);
     }
   }
 
  private:
   static __device__ int32_t warp() { return static_cast<int32_t>(threadIdx.x) / kWarpLanes; }
   static __device__ int32_t warps() { return static_cast<int32_t>(blockDim.x) / kWarpLanes; }
-  __device__ void open(const EntryDraft& draft, int32_t layer, CodedCall* own) const {
+  // Ranges of one group know where its tokens are.
+  __device__ void open(const EntryDraft& draft, int32_t layer, bool is_one, CodedCall* own) const {
     *own = call;
-    const int64_t rows = int64_t{blockIdx.x} * call.blocks * call.heads();
     own->by_entry = false;
     own->group = {call.list_begins[layer] + draft.listed, draft.end_block - draft.first_block};
-    own->staging += rows * kBlockTokens * call.head_dim();
-    own->decided += rows * kBlockTokens;
-    own->ranges += rows;
+    const int64_t cells = is_one ? own->group.first : int64_t{blockIdx.x} * call.blocks;
+    own->ranges += cells * call.heads();
+    if (is_one) return;
+    own->staging += cells * call.heads() * kBlockTokens * call.head_dim();
+    own->decided += cells * call.heads() * kBlockTokens;
   }
   __device__ void load(const CodedCall& own, const EntryDraft& draft, int32_t layer,
                        uint8_t* shared) const {
@@ -65,15 +78,20 @@ struct EncodeEntries {
       __syncthreads();
     }
   }
-  __device__ void encode(const CodedCall& own, const EntryDraft& draft, int32_t layer,
+  __device__ void encode(const CodedCall& own, const EntryDraft& draft, int32_t layer, bool is_one,
                          uint8_t* shared) const {
-    const int32_t items = 2 * own.group.cells * own.heads();
-    for (int32_t i = warp(); own.writes && i < items; i += warps()) {
-      MoveBlocks{{own}}.resolve(i, cell_of(own, i / 2 / own.heads()));
+    const int32_t heads = own.heads(), items = 2 * own.group.cells * heads;
+    for (int32_t i = warp(); own.writes && !is_one && i < items; i += warps()) {
+      MoveBlocks{{own}}.resolve(i, cell_of(own, i / 2 / heads));
     }
     __syncthreads();
-    if (draft.form == EntryForm::kCoded) EncodeCells<kPer>{{own}}.encode(layer, shared, 0, 1);
-    for (int32_t i = 0; own.writes && i < items; ++i) WriteRawBlocks{{own}}.write(i);
+    if (draft.form == EntryForm::kCoded) {
+      EncodeCells<kPer>{{own}}.encode(layer, shared, 0, 1);
+    } else if (own.writes) {
+      const CodedCall& of = is_one ? call : own;
+      const int32_t first = is_one ? 2 * own.group.first * heads : 0;
+      for (int32_t i = 0; i < items; ++i) WriteRawBlocks{{of}}.write(first + i);
+    }
   }
 };
 

@@ -7,18 +7,25 @@
 
 namespace tierkv::store {
 
-// One CTA, a warp for a layer: what is written of its entries, from which place on, and the lists.
-// Bound: latency. Loads that do not need each other are in flight together.
+// A CTA for a layer: what is written of its entries, from which place on, and its list. The last
+// CTA adds up what layers have. Bound: latency. Loads that do not need each other are in flight
+// together.
 struct OpenEntries {
-  static constexpr int32_t kThreads = 1024;
+  static constexpr int32_t kThreads = 128;
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    for (int32_t l = warp_of_grid(); l < call.works.num_layers; l += warps_of_grid()) {
-      open_layer(l);
+    const auto l = static_cast<int32_t>(blockIdx.x);
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < call.works.count; i += kThreads) {
+      const int32_t e = i * call.works.num_layers + l;
+      call.entries[e] = open(e);
     }
     __syncthreads();
-    if (threadIdx.x < kWarpLanes) add_up();
+    if (threadIdx.x >= kWarpLanes) return;
+    list_layer(l);
+    bool is_last = false;
+    if (lane_index() == 0) is_last = arrive_acq_rel(call.left + 1) + 1 == call.works.num_layers;
+    if (__any_sync(kFullWarp, is_last)) add_up();
   }
 
  private:
@@ -28,29 +35,29 @@ struct OpenEntries {
     int32_t before = 0;
     for (int32_t first = 0; first < call.works.num_layers; first += kWarpLanes) {
       const int32_t l = first + lane_index();
-      const int32_t cells = l < call.works.num_layers ? ends[l] : 0;
+      const int32_t cells = l < call.works.num_layers ? __ldcg(ends + l) : 0;
       int32_t all = 0;
       const int32_t end = before + sum_before(cells, &all) + cells;
       if (l < call.works.num_layers) ends[l] = end;
       before += all;
     }
-    if (lane_index() == 0) *call.left = 0, call.list_begins[0] = 0;
+    if (lane_index() == 0) call.left[0] = call.left[1] = 0, call.list_begins[0] = 0;
   }
-  __device__ void open_layer(int32_t l) const {
+  // By a warp.
+  __device__ void list_layer(int32_t l) const {
     int32_t* const list = call.lists + int64_t{l} * call.layer_cells();
     int32_t listed = 0;
     for (int32_t first = 0; first < call.works.count; first += kWarpLanes) {
       const int32_t i = first + lane_index();
-      EntryDraft draft;
-      if (i < call.works.count) draft = open(i * call.works.num_layers + l);
-      const int32_t cells = draft.failed != 0 ? 0 : draft.end_block - draft.first_block;
-      int32_t all = 0;
-      draft.listed = listed + sum_before(cells, &all);
-      if (i < call.works.count) call.entries[i * call.works.num_layers + l] = draft;
+      int32_t cells = 0, all = 0;
+      EntryDraft* const draft = call.entries + i * call.works.num_layers + l;
+      if (i < call.works.count && draft->failed == 0) cells = draft->end_block - draft->first_block;
+      const int32_t place = listed + sum_before(cells, &all);
+      if (i < call.works.count) draft->listed = place;
       for (uint32_t left = __ballot_sync(kFullWarp, cells > 0); left != 0; left &= left - 1) {
         const int32_t j = lowest_bit(left);
         const int32_t of_lane = __shfl_sync(kFullWarp, cells, j);
-        const int32_t to = __shfl_sync(kFullWarp, draft.listed, j);
+        const int32_t to = __shfl_sync(kFullWarp, place, j);
         for (int32_t b = lane_index(); b < of_lane; b += kWarpLanes) {
           list[to + b] = (first + j) * call.blocks + b;
         }
@@ -317,21 +324,22 @@ struct WriteRawBlocks : CallWork {
   }
 };
 
-// Writes into the slots what holds of the new blocks together. A CTA for an entry.
-struct FinishEntries {
+// Writes into the slots what holds of the new blocks together, and commits. A CTA for an entry.
+struct FinishEntries : CallWork {
   static constexpr int32_t kThreads = 256;
-  CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    if (!call.works.has_pages()) return;
+    commit(call.works);
+    if (call.works.has_pages()) finish_all();
+  }
+  __device__ void finish_all() const {
     for (auto e = static_cast<int32_t>(blockIdx.x); e < call.works.entries();
          e += static_cast<int32_t>(gridDim.x)) {
       const EntryDraft& d = call.entries[e];
       if (d.form != EntryForm::kNothing && d.failed == 0) finish(e, d);
     }
   }
-
- private:
+  // By a CTA.
   __device__ void finish(int32_t e, const EntryDraft& d) const {
     const CodedDevice& device = call.device;
     const auto thread = static_cast<int32_t>(threadIdx.x);

@@ -283,6 +283,22 @@ struct DecideExponents : CallWork {
   }
 };
 
+// Both, where an entry has one cell at most: a row's mean before a block is what its state has.
+struct LoadTokens : CallWork {
+  static constexpr int32_t kThreads = GatherTokens::kThreads;
+
+  __device__ void operator()(uint8_t*) const {
+    if (is_loaded(call)) return;
+    const int32_t heads = call.heads(), items = cells_of_group(call) * heads;
+    for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
+         i += static_cast<int32_t>(gridDim.x)) {
+      GatherTokens{{call}}.gather(i, cell_of(call, i / heads), i % heads);
+      __syncwarp();
+      if (threadIdx.x < kWarpLanes) DecideExponents{{call}}.decide_cell(i / heads, i % heads);
+    }
+  }
+};
+
 // The codes and exponents of the blocks of a group that are continued: a warp for a block of a
 // component. blockIdx.y: layer of the call and component.
 struct DecodeOldBlocks : CallWork {
@@ -290,7 +306,8 @@ struct DecodeOldBlocks : CallWork {
 
   __device__ void operator()(uint8_t* shared) const {
     const auto layer = static_cast<int32_t>(blockIdx.y / 2);
-    if (is_loaded(call) || cells_of_layer(call, layer).count() == 0) return;
+    const int32_t items = cells_of_layer(call, layer).count() * call.heads();
+    if (is_loaded(call) || static_cast<int32_t>(blockIdx.x * blockDim.x / 32u) >= items) return;
     if (!continues_blocks(layer)) return;
     decode(layer, static_cast<Component>(blockIdx.y % 2), shared, warp_of_grid(), warps_of_grid());
   }
@@ -308,18 +325,29 @@ struct DecodeOldBlocks : CallWork {
     auto* const book = reinterpret_cast<DecodeBook*>(region + region_bytes);
     load_book(*decode, book, region);
     const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
-    uint8_t* const mine =
-        region + region_bytes + kDecodeBookBytes + warp * weighted_decode_warp_bytes(*decode);
-    const WeightedDecodeWarp memory(*decode, {}, mine);
+    uint8_t* const of_warps = region + region_bytes + kDecodeBookBytes;
     TableReader reader(book->codebook, region);
+    const auto warps = static_cast<int32_t>(blockDim.x / 32u);
     const int32_t heads = call.heads();
     const Positions cells = cells_of_layer(call, layer);
-    for (int32_t i = first; i < cells.count() * heads; i += step) {
-      const int32_t row = cells.first * heads + i;
-      const CellOf cell = cell_of(call, row / heads);
-      if (is_written(call, cell, EntryForm::kCoded))
-        decode_block(*decode, row, cell, book->codebook, reader, memory);
-      __syncwarp();
+    bool is_done = true;
+    // First all warps, then those with large slices in turn, each with the memory of all.
+#pragma unroll 1
+    for (int32_t turn = -1; turn < warps; ++turn) {
+      const bool is_first = turn < 0, is_mine = is_first || (turn == warp && !is_done);
+      const int32_t room = is_first ? call.slice_bytes : kMaxWeightedBlockBytes;
+      const int32_t begin = is_first ? warp * weighted_decode_warp_bytes(*decode) : 0;
+      const WeightedDecodeWarp memory(*decode, {}, of_warps + begin);
+      if (is_mine) is_done = true;
+      for (int32_t i = first; is_mine && i < cells.count() * heads; i += step) {
+        const int32_t row = cells.first * heads + i;
+        const CellOf cell = cell_of(call, row / heads);
+        if (is_written(call, cell, EntryForm::kCoded)) {
+          is_done &= decode_block(*decode, row, cell, book->codebook, reader, memory, room);
+        }
+        __syncwarp();
+      }
+      if (__syncthreads_and(is_done) != 0) return;
     }
   }
 
@@ -330,12 +358,18 @@ struct DecodeOldBlocks : CallWork {
     d.rows.head_dim = call.head_dim();
     d.component = Component::kValue;
     d.book.max_length = max_length;
-    d.max_block_bytes = kMaxWeightedBlockBytes;
+    d.max_block_bytes = call.slice_bytes;
     return d;
   }
+  // Shared memory of a CTA, without its warps and with them.
+  TKV_HD static int32_t cta_bytes(const WeightedDecode& d) {
+    return kCallBytes + 2 * weighted_region_bytes(d) + kDecodeBookBytes + 16;
+  }
   TKV_HD static int32_t shared_bytes(const WeightedDecode& d, int32_t warps) {
-    return kCallBytes + 2 * weighted_region_bytes(d) + kDecodeBookBytes + 16 +
-           warps * weighted_decode_warp_bytes(d);
+    WeightedDecode largest = d;
+    largest.max_block_bytes = kMaxWeightedBlockBytes;
+    return cta_bytes(d) +
+           most(warps * weighted_decode_warp_bytes(d), weighted_decode_warp_bytes(largest));
   }
 
  private:
@@ -358,13 +392,14 @@ struct DecodeOldBlocks : CallWork {
     return d;
   }
 
-  __device__ void decode_block(const WeightedDecode& decode, int32_t row, const CellOf& cell,
+  // False where a slice has more bytes than `room`: nothing is defined of the block then.
+  __device__ bool decode_block(const WeightedDecode& decode, int32_t row, const CellOf& cell,
                                const DeviceCodebook& book, TableReader& reader,
-                               const WeightedDecodeWarp& memory) const {
+                               const WeightedDecodeWarp& memory, int32_t room) const {
     const EntryDraft& draft = call.entries[cell.entry];
     const int32_t first = call.device.shape.first_of(cell.block);
     const int32_t tokens = CodedShape::end_of(cell.block, draft.coded) - first;
-    if (tokens <= 0) return;
+    if (tokens <= 0) return true;
     const Component c = decode.component;
     const int32_t kv_head = row % call.heads(), dims = call.head_dim();
     const uint8_t* bytes = old_block(call, cell, kv_head, c);
@@ -388,11 +423,14 @@ struct DecodeOldBlocks : CallWork {
     WeightedDecode own = decode;
     own.bytes = bytes;
     own.size = int64_t{ref.units} * kUnitBytes;
+    own.max_block_bytes = room;
     const StatusCode code =
         decode_block_tiles(own, target, {0, ref.units}, book, reader, memory, finish);
+    if (code == StatusCode::kOutOfRange && room < kMaxWeightedBlockBytes) return false;
     if (code != StatusCode::kOk && lane_index() == 0) {
       report_fault(call.device.fault, {code, cell.slot, cell.layer, kv_head});
     }
+    return true;
   }
   // block: the first slice.
   __device__ static void put_exponents(const uint8_t* block, int32_t tokens, uint8_t (*words)[4]) {

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a page operation: counts of its works become valid, and the host learns the free
+// pages.
+#pragma once
+
+#include "store/place/device/device_fault.cuh"
+
+namespace tierkv::store {
+
+// By all threads of a grid of one dimension, or by some of it from the first on.
+__device__ __forceinline__ void commit(const DeviceWorks& works) {
+  const DeviceCommit& c = works.commit;
+  if (c.published == nullptr) return;
+  const auto thread = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+  const auto threads = static_cast<int32_t>(gridDim.x * blockDim.x);
+  for (int32_t e = thread; c.counts != nullptr && e < works.entries(); e += threads) {
+    const DeviceEntry at = works.entry(e);
+    c.counts[int64_t{at.slot} * c.num_layers + at.layer] = works.to[e];
+  }
+  if (thread != 0) return;
+  if (!works.has_pages()) report_fault(c.fault, {works.report->status, -1, -1, -1});
+  const int64_t free = c.cursors->end - c.cursors->start;
+  if (free < *c.least_free) *c.least_free = free;
+  const auto number = static_cast<uint32_t>(c.state->op_number);
+  *static_cast<volatile uint64_t*>(c.published) = static_cast<uint64_t>(free) << 32 | number;
+}
+
+}  // namespace tierkv::store
