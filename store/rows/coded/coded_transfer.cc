@@ -217,18 +217,16 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs, Layer
   return Status::ok();
 }
 
-Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const std::vector<ImportWork>& works) {
+Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const ImportWork& work) {
   auto plan = std::make_unique<CodedPlan>();
   bool is_left = false;
-  for (const ImportWork& work : works) {
-    const int32_t layer = work.layer.layer;
-    LayerBooks books;
-    LayerDraft& draft = plan->drafts.emplace_back();
-    Status s = import_layer(work, &books, &draft, &is_left);
-    if (!s) return s.with_context("layer " + std::to_string(layer));
-    if (books_[layer].empty() && !books.empty()) plan->made[layer] = std::move(books);
-    add_layer_plan(work.layer, &draft, plan.get());
-  }
+  LayerBooks books;
+  LayerDraft& draft = plan->drafts.emplace_back();
+  const int32_t layer = work.layer.layer;
+  Status s = import_layer(work, &books, &draft, &is_left);
+  if (!s) return s.with_context("layer " + std::to_string(layer));
+  if (books_[layer].empty() && !books.empty()) plan->made[layer] = std::move(books);
+  add_layer_plan(work.layer, &draft, plan.get());
   return std::unique_ptr<BodyPlan>(is_left ? nullptr : std::move(plan));
 }
 
