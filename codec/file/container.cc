@@ -241,7 +241,7 @@ struct ContainerReader::Impl {
   std::vector<uint8_t> memory;   // which may own it
   uint64_t size = 0;
   std::vector<ChunkEntry> chunks;
-  std::vector<std::pair<ChunkKey, int64_t>> index;  // sorted
+  std::vector<ChunkPlace> index;  // sorted
 
   Impl(std::string name, const ContainerReadOptions& given, int descriptor)
       : path(std::move(name)), options(given), file(descriptor) {}
@@ -292,12 +292,8 @@ Status ContainerReader::Impl::load() {
   if (options.verify_checksums && xxh3(stored.data(), stored.size()) != header.index_checksum) {
     return corrupt("index: checksum does not match");
   }
-  if (Status s = load_index(stored, header, &chunks); !s) return s.with_context(path);
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    index.emplace_back(chunks[i].key, static_cast<int64_t>(i));
-  }
-  std::sort(index.begin(), index.end());
-  return Status::ok();
+  Status s = load_index(stored, header, &chunks, &index);
+  return s ? s : s.with_context(path);
 }
 
 ContainerReader::ContainerReader(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -347,7 +343,7 @@ const std::vector<ChunkEntry>& ContainerReader::chunks() const {
 }
 
 int64_t ContainerReader::find(const ChunkKey& key) const {
-  const std::pair<ChunkKey, int64_t> first = {key, 0};
+  const ChunkPlace first = {key, 0};
   const auto found = std::lower_bound(impl_->index.begin(), impl_->index.end(), first);
   return found == impl_->index.end() || found->first != key ? -1 : found->second;
 }

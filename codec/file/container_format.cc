@@ -129,9 +129,8 @@ std::vector<uint8_t> store_index(const std::vector<ChunkEntry>& chunks) {
 }
 
 Status load_index(const std::vector<uint8_t>& bytes, const ContainerHeader& header,
-                  std::vector<ChunkEntry>* out) {
+                  std::vector<ChunkEntry>* out, std::vector<ChunkPlace>* sorted) {
   ByteReader r(bytes);
-  std::vector<ChunkKey> keys;
   uint64_t next = kContainerHeaderBytes;
   for (uint32_t i = 0; i < header.chunk_count; ++i) {
     const auto where = [&] { return "index entry " + std::to_string(i) + ": "; };
@@ -157,19 +156,22 @@ Status load_index(const std::vector<uint8_t>& bytes, const ContainerHeader& head
       return corrupt(where() + to_string(c.key) + " does not follow the chunk before it");
     }
     next += align_chunk(c.bytes);
-    if (is_known(c.key.kind)) {
-      keys.push_back(c.key);
-    } else if (!c.optional) {
+    if (!is_known(c.key.kind) && !c.optional) {
       return unsupported(where() + to_string(c.key) +
                          " is needed to read the file and not known to "
                          "this build");
     }
+    sorted->emplace_back(c.key, static_cast<int64_t>(out->size()));
     out->push_back(c);
   }
   if (next != header.index_offset) return corrupt("bytes between the last chunk and the index");
-  std::sort(keys.begin(), keys.end());
-  const auto twice = std::adjacent_find(keys.begin(), keys.end());
-  if (twice != keys.end()) return corrupt("index: two chunks are the " + to_string(*twice));
+  std::sort(sorted->begin(), sorted->end());
+  const auto twice = std::adjacent_find(sorted->begin(), sorted->end(), [](auto& a, auto& b) {
+    return a.first == b.first && is_known(a.first.kind);
+  });
+  if (twice != sorted->end()) {
+    return corrupt("index: two chunks are the " + to_string(twice->first));
+  }
   return Status::ok();
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "codec/format/xxh3_keys.h"
@@ -41,9 +42,11 @@ Status load_container_header(const uint8_t* bytes, size_t size, uint64_t file_si
                              bool verify_checksums, ContainerHeader* out);
 
 std::vector<uint8_t> store_index(const std::vector<ChunkEntry>& chunks);
+// A key, and which chunk has it.
+using ChunkPlace = std::pair<ChunkKey, int64_t>;
 // `bytes` are the whole index. Chunks must follow one another from the header to the index, no two
-// may have one key.
+// of a known kind may have one key. `sorted`: by their keys.
 Status load_index(const std::vector<uint8_t>& bytes, const ContainerHeader& header,
-                  std::vector<ChunkEntry>* out);
+                  std::vector<ChunkEntry>* out, std::vector<ChunkPlace>* sorted);
 
 }  // namespace tierkv

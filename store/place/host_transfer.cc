@@ -174,8 +174,8 @@ Result<std::vector<HostPlace::LayerImport>> HostPlace::plan_imports(int32_t slot
     imports[l].layer = layer_of({slot, layer, {}, {}});
     std::memset(imports[l].layer.state, 0, layout_.layer_bytes - layout_.raw_bytes);
     Result<std::unique_ptr<BodyPlan>> plan =
-        format_->plan_import({{imports[l].layer, at.body_end, parts.shared[l],
-                               std::span(parts.bodies).subspan(l * heads, heads), later}});
+        format_->plan_import({imports[l].layer, at.body_end, parts.shared[l],
+                              std::span(parts.bodies).subspan(l * heads, heads), later});
     if (plan) imports[l].plan = std::move(*plan);
     return plan.status();
   };
@@ -207,34 +207,38 @@ Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
   };
   OpReport report;
   if (Status s = run(PageOp::open({&slot, 1}, &report)); !s) return s;
-  const auto bring = [&](const HostLayer& layer, const BodyPlan& plan) {
-    const int32_t l = layer.layer;
+  const Result<std::vector<LayerImport>> imports = plan_imports(slot, parts, false);
+  const auto bring = [&](int64_t l) {
+    const HostLayer& layer = (*imports)[l].layer;
     if (Status s = verify(l * heads, heads); !s) return s;
     std::memset(layer.raw, 0, static_cast<size_t>(layout_.raw_bytes));
-    const auto copied = [&] { return copy_ranges(format_->place_import(layer, plan)); };
+    const LayerMove move = {slot, layer.layer, parts.layers[l], {}};
     ImportFault fault = ImportFault::kNone;
     for (int32_t h = 0; h < heads; ++h) {
-      const LayerMove move = {slot, l, parts.layers[l], {}};
       fault = first_fault(fault, import_raw(move, h, parts.raw[l * heads + h]));
     }
-    if (fault == ImportFault::kNone && !copied()) fault = ImportFault::kBody;
-    if (fault != ImportFault::kNone) return import_status(fault, l);
+    if (fault == ImportFault::kNone &&
+        !copy_ranges(format_->place_import(layer, *(*imports)[l].plan))) {
+      fault = ImportFault::kBody;
+    }
+    if (fault != ImportFault::kNone) return import_status(fault, layer.layer);
     format_->clear_behind(layer);
     return Status::ok();
   };
-  const auto bring_all = [&](const std::vector<LayerImport>& imports) {
+  Status s = imports.status();
+  if (s) {
     std::vector<HostLayer> layers;
     std::vector<LayerPlan> plans;
-    for (const LayerImport& import : imports) {
+    for (const LayerImport& import : *imports) {
       layers.push_back(import.layer);
       plans.push_back(import.plan->layers[0]);
     }
-    if (Status s = take_pages(layers, plans); !s) return s;
-    return try_parallel_for(config_.layout.num_layers, threads_of(config_.layout, parts.layers[0]),
-                            [&](int64_t l) { return bring(imports[l].layer, *imports[l].plan); });
-  };
-  const Result<std::vector<LayerImport>> imports = plan_imports(slot, parts, false);
-  Status s = imports ? bring_all(*imports) : imports.status();
+    s = take_pages(layers, plans);
+  }
+  if (s) {
+    s = try_parallel_for(config_.layout.num_layers, threads_of(config_.layout, parts.layers[0]),
+                         bring);
+  }
   if (!s) {
     const Status sound = verify(0, int64_t{config_.layout.num_layers} * heads);
     return sound ? s : sound;

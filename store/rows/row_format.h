@@ -173,8 +173,8 @@ class RowFormat {
   // The inverse, in parts. kCorrupt: the bytes are hostile; everything that read() relies on is
   // checked, but for what ranges are to be checked for. The bytes stay where they are until the
   // ranges are copied. Any number of threads at once.
-  virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
-  // The table holds what the plan of one layer asked for: makes the state and tells where bytes go.
+  virtual Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) = 0;
+  // The table holds what the plan asked for: makes the state and tells where bytes go.
   // It touches no page. For different layers, any number of threads at once.
   virtual PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) = 0;
   // The bytes of the layer are there: what lies behind its tokens is cleared.

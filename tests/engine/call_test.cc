@@ -29,30 +29,15 @@ TEST(OneStoreConfig, RefusesByName) {
       {"memory_bytes", [](StoreConfig* c) { c->memory_bytes = int64_t{1} << 37; }},
       {"page_bytes", [](StoreConfig* c) { c->page_bytes = 8192 + 64; }},
       {"page_bytes", [](StoreConfig* c) { c->page_bytes = 1024; }},
-      {"raw_layers",
-       [](StoreConfig* c) {
-         c->raw_layers = {1, 1};
-       }},
+      {"raw_layers", [](StoreConfig* c) { c->raw_layers.assign(2, 1); }},
       {"raw_layers", [](StoreConfig* c) { c->raw_layers = {2}; }},
       {"rope", [](StoreConfig* c) { c->rope.resize(3); }},
       {"rope", [](StoreConfig* c) { c->rope[0].inv_freq[0] = -1; }},
-      {"format.k", [](StoreConfig* c) { c->format = CodedFormat{-1}; }},
-      {"format.k",
-       [](StoreConfig* c) {
-         c->format = CodedFormat{0, NAN};
-       }},
-      {"max_length",
-       [](StoreConfig* c) {
-         c->format = CodedFormat{0, 0, 15};
-       }},
-      {"streams_per_lane",
-       [](StoreConfig* c) {
-         c->format = CodedFormat{0, 0, 10, 3};
-       }},
-      {"key_books",
-       [](StoreConfig* c) {
-         c->format = CodedFormat{0, 0, 10, 2, 5};
-       }},
+      {"format.k", [](StoreConfig* c) { c->format = CodedFormat{.k = -1}; }},
+      {"format.k", [](StoreConfig* c) { c->format = CodedFormat{.v = NAN}; }},
+      {"max_length", [](StoreConfig* c) { c->format = CodedFormat{.max_length = 15}; }},
+      {"streams_per_lane", [](StoreConfig* c) { c->format = CodedFormat{.streams_per_lane = 3}; }},
+      {"key_books", [](StoreConfig* c) { c->format = CodedFormat{.key_books = 5}; }},
       {"profile",
        [](StoreConfig* c) {
          std::mt19937 rng(1);
@@ -87,9 +72,7 @@ TEST(OneStoreConfig, CountsTheTokensThatFit) {
   give_pages(300, &config);
   const Result<TokenCapacity> alone = tokens_that_fit(config);
   const Feed feed(config.layout, static_cast<int32_t>(alone->typical), &rng);
-  OneSequence one(config);
-  const Status s = feed.give(one.store.engine.get(), one.id, 0, feed.tokens);
-  EXPECT_TRUE(s) << s.message();
+  OneSequence(config, feed, feed.tokens);
 }
 
 TEST(OneStore, RunsThroughItsPublicClass) {
@@ -122,9 +105,8 @@ TEST(OneStore, RefusesValuesByName) {
     config.layout.dtype = DType::kBFloat16;
     std::mt19937 rng(5);
     const Feed good(config.layout, 400, &rng);
-    OneSequence one(config);
+    OneSequence one(config, good, 100);
     KvStore* engine = one.store.engine.get();
-    ASSERT_TRUE(good.give(engine, one.id, 0, 100));
     ASSERT_TRUE(engine->begin({&one.id, 1}, tokens));
     struct Case {
       const char* name;
@@ -168,8 +150,7 @@ TEST(OneStore, RefusesValuesByName) {
       EXPECT_THAT(s.message(), HasSubstr("query_stride"));
     }
     for (int32_t l = 0; l < 2; ++l) ASSERT_TRUE(engine->append(good.call(one.id, l, 100, tokens)));
-    OneSequence other(config);
-    ASSERT_TRUE(good.give(other.store.engine.get(), other.id, 0, 100));
+    OneSequence other(config, good, 100);
     ASSERT_TRUE(good.give(other.store.engine.get(), other.id, 100, tokens));
     EXPECT_EQ(one.bytes(), other.bytes());
   }

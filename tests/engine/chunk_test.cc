@@ -48,13 +48,12 @@ TEST_F(ChunkTest, AnyChunksGiveTheSameBytes) {
 TEST_F(ChunkTest, TurnsEqualOnePrompt) {
   const StoreConfig config = make_config({});
   const Feed feed(config.layout, 500, &rng_);
-  OneSequence turns(config), prompt(config);
+  OneSequence turns(config), prompt(config, feed, 500);
   int32_t at = 0;
   for (const int32_t n : {200, 1, 1, 1, 60, 1, 1, 235}) {
     ASSERT_TRUE(feed.give(turns.store.engine.get(), turns.id, at, n));
     at += n;
   }
-  ASSERT_TRUE(feed.give(prompt.store.engine.get(), prompt.id, 0, 500));
   std::vector<uint16_t> out[2];
   for (OneSequence* one : {&turns, &prompt}) {
     std::vector<uint16_t>& to = out[one == &prompt];
@@ -74,7 +73,7 @@ TEST_F(ChunkTest, QueriesGiveTheSignificancesThatTheyHave) {
   const CacheLayout& shape = config.layout;
   const int32_t n = 400, dim = shape.head_dim, group = shape.group_size();
   const Feed feed(shape, n, &rng_);
-  OneSequence by_q(config), by_significance(config), neutral(config);
+  OneSequence by_q(config), by_significance(config), neutral(config, feed, n);
   for (OneSequence* one : {&by_q, &by_significance}) {
     ASSERT_TRUE(one->store.engine->begin({&one->id, 1}, n));
   }
@@ -109,7 +108,6 @@ TEST_F(ChunkTest, QueriesGiveTheSignificancesThatTheyHave) {
     call.q = feed.q.data() + int64_t{l} * n * shape.num_q_heads * dim;
     ASSERT_TRUE(by_q.store.engine->append(call));
   }
-  ASSERT_TRUE(feed.give(neutral.store.engine.get(), neutral.id, 0, n));
   EXPECT_EQ(by_q.bytes(), by_significance.bytes());
   EXPECT_NE(by_q.bytes(), neutral.bytes());
 }
@@ -120,8 +118,7 @@ TEST_F(ChunkTest, BodiesAreWithinHalfAStep) {
   StoreConfig config = make_config({});
   config.format = CodedFormat{0.3, 0.25};
   const Feed feed(config.layout, 500, &rng_);
-  OneSequence one(config);
-  ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, 0, 500));
+  OneSequence one(config, feed, 500);
   const int64_t values = int64_t{500} * config.layout.num_kv_heads * config.layout.head_dim;
   std::vector<uint16_t> k(values), v(values);
   ASSERT_TRUE(
@@ -149,8 +146,7 @@ TEST_F(ChunkTest, APrefixAndATurnMerge) {
   const CacheLayout& shape = config.layout;
   const int32_t n = 440, turn = 40, dim = shape.head_dim, heads = shape.num_q_heads;
   const Feed feed(shape, n, &rng_);
-  OneSequence one(config);
-  ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, 0, n - turn));
+  OneSequence one(config, feed, n - turn);
   ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, n - turn, turn));
   const uint16_t* q = feed.q.data() + int64_t{n - turn} * heads * dim;
   const auto part = [&](int32_t first, int32_t end, std::vector<uint16_t>* out,
@@ -217,9 +213,8 @@ TEST_F(ChunkTest, AUnitOfSinksAloneIsNoBlock) {
   config.window_tokens = 8;
   give_pages(100, &config);
   const Feed feed(config.layout, 400, &rng_);
-  OneSequence one(config);
+  OneSequence one(config, feed, 400);
   KvStore* engine = one.store.engine.get();
-  ASSERT_TRUE(feed.give(engine, one.id, 0, 400));
   const SequenceId steps = *engine->add_sequence(), prompt = *engine->add_sequence();
   for (int32_t at = 0; at < 60; ++at) ASSERT_TRUE(feed.give(engine, steps, at, 1));
   ASSERT_TRUE(feed.give(engine, prompt, 0, 60));

@@ -14,30 +14,19 @@
 namespace tierkv::store {
 namespace {
 
-using test::Shadowed;
-
 // A store with a shadow and random calls.
 class World {
  public:
-  World(const StoreConfig& config, std::mt19937* rng) : config_(config), rng_(*rng) {
-    auto format = std::make_unique<Shadowed>(config, rng);
-    shadow_ = format.get();
-    auto place = HostPlace::make(config, std::move(format));
-    place_ = place->get();
-    shadow_->host_pages_ = &place_->pages();
-    engine_ = store::Engine::make(config, place_->laws(), std::move(*place));
-    shadow_->begin(place_);
-  }
-  Shadowed& shadow() { return *shadow_; }
+  World(const StoreConfig& config, std::mt19937* rng, test::Seen* seen)
+      : config_(config), rng_(*rng), store_(config, rng, seen), engine_(store_.engine.get()) {}
   int32_t pick(int32_t least, int32_t most) {
     return std::uniform_int_distribution<int32_t>(least, most)(rng_);
   }
 
   // A sequence with a body, every kind of call once.
   void begin() {
-    const Result<SequenceId> id = engine_->add_sequence();
+    const Result<SequenceId> id = store_.add();
     ASSERT_TRUE(id);
-    shadow_->open(id->slot);
     live_.push_back(*id);
     extend(300 + pick(0, 60));
     if (live_.empty()) return;
@@ -48,8 +37,8 @@ class World {
   void step() {
     const int32_t kind = pick(0, 19);
     if (live_.empty() || (kind == 0 && live_.size() < 3)) {
-      const Result<SequenceId> id = engine_->add_sequence();
-      if (id) shadow_->open(id->slot), live_.push_back(*id);
+      const Result<SequenceId> id = store_.add();
+      if (id) live_.push_back(*id);
     } else if (kind < 13) {
       extend(pick(0, 1) == 0 ? pick(1, kMaxStepTokens) : pick(1, 150));
     } else if (kind < 15) {
@@ -59,7 +48,7 @@ class World {
     } else if (kind < 18) {
       const SequenceId from = live_[pick(0, static_cast<int32_t>(live_.size()) - 1)];
       const Result<SequenceId> to = engine_->fork(from);
-      if (to) shadow_->fork(from.slot, to->slot), live_.push_back(*to);
+      if (to) store_.rows->fork(from.slot, to->slot), live_.push_back(*to);
     } else {
       const size_t i = static_cast<size_t>(pick(0, static_cast<int32_t>(live_.size()) - 1));
       const int32_t tokens = *engine_->num_tokens(live_[i]);
@@ -122,7 +111,7 @@ class World {
       if (slots.empty() || pick(0, 2) > 0) slots.push_back(id.slot);
     }
     std::shuffle(slots.begin(), slots.end(), rng_);
-    shadow_->attend(slots, pick(0, shape.num_layers - 1), pick(0, 1) == 0 ? 1 : pick(2, 5));
+    store_.rows->attend(slots, pick(0, shape.num_layers - 1), pick(0, 1) == 0 ? 1 : pick(2, 5));
   }
   void read() {
     const SequenceId id = live_[pick(0, static_cast<int32_t>(live_.size()) - 1)];
@@ -147,9 +136,8 @@ class World {
 
   StoreConfig config_;
   std::mt19937& rng_;
-  Shadowed* shadow_;
-  HostPlace* place_;
-  std::unique_ptr<KvStore> engine_;
+  test::ShadowedStore store_;
+  KvStore* engine_;
   std::vector<SequenceId> live_;
 };
 
@@ -182,49 +170,42 @@ class EmulatedCodedRows : public RandomTest {
                  std::to_string(config.sink_tokens) + " window " +
                  std::to_string(config.window_tokens) +
                  (config.profile == nullptr ? "" : " profile"));
-    World world(config, &rng_);
+    World world(config, &rng_, &seen_);
     world.begin();
     for (int32_t i = 0; i < steps && !HasFailure(); ++i) world.step();
-    compared_ += world.shadow().blocks();
-    continued_ += world.shadow().continued();
-    captured_ += world.shadow().captured();
-    reads_ += world.shadow().reads();
-    restored_ += world.shadow().restored();
-    answers_ += world.shadow().answers();
   }
-  int64_t compared_ = 0, continued_ = 0, captured_ = 0, reads_ = 0, restored_ = 0;
-  int64_t answers_ = 0;
+  test::Seen seen_;
 };
 
 TEST_F(EmulatedCodedRows, WholeBlocksWithAProfile) {
   for (const int32_t head_dim : {64, 96, 128, 256}) run(config(head_dim, 64, true), 25);
-  EXPECT_GT(compared_, 100);
-  EXPECT_GT(answers_, 0);
+  EXPECT_GT(seen_.blocks, 100);
+  EXPECT_GT(seen_.answers, 0);
 }
 
 TEST_F(EmulatedCodedRows, BlocksThatAreContinued) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
     for (const int32_t unit : {16, 32}) run(config(head_dim, unit, true), 25);
   }
-  EXPECT_GT(continued_, 10);
-  EXPECT_GT(captured_, 0);
-  EXPECT_GT(reads_, 0);
-  EXPECT_GT(restored_, 0);
-  EXPECT_GT(answers_, 0);
+  EXPECT_GT(seen_.continued, 10);
+  EXPECT_GT(seen_.captured, 0);
+  EXPECT_GT(seen_.reads, 0);
+  EXPECT_GT(seen_.restored, 0);
+  EXPECT_GT(seen_.answers, 0);
 }
 
 // More layers than a warp has lanes.
 TEST_F(EmulatedCodedRows, OfManyLayers) {
   run(config(64, 16, true, 33 + static_cast<int32_t>(rng_() % 38)), 8);
-  EXPECT_GT(compared_, 0);
+  EXPECT_GT(seen_.blocks, 0);
 }
 
 TEST_F(EmulatedCodedRows, StepsOutOfASequencesOwnTokens) {
   for (const int32_t head_dim : {64, 128}) {
     for (const int32_t unit : {16, 64}) run(config(head_dim, unit, false), 25);
   }
-  EXPECT_GT(compared_, 100);
-  EXPECT_GT(answers_, 0);
+  EXPECT_GT(seen_.blocks, 100);
+  EXPECT_GT(seen_.answers, 0);
 }
 
 }  // namespace

@@ -51,7 +51,6 @@ class EmulatedDeviceStore : public RandomTest {
  protected:
   void live_together(const TwinChoice& choice, int32_t calls, int32_t longest) {
     KvTwins t(twin_config(choice), &rng_);
-    ASSERT_TRUE(t.is_made());
     t.add();
     t.extend({0}, std::min(longest, 300));
     ASSERT_FALSE(HasFatalFailure());
@@ -64,15 +63,9 @@ class EmulatedDeviceStore : public RandomTest {
   template <class Damage>
   void expect_refused(KvTwins* t, const std::vector<uint8_t>& bytes, const Damage& damage,
                       const std::string& what = "") {
-    const auto reader = ContainerReader::from_bytes(bytes, "sequence");
-    std::vector<ChunkBlock> blocks(1);
-    for (size_t c = 0; c < reader->chunks().size(); ++c) {
-      std::vector<uint8_t> payload;
-      ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &payload));
-      damage(reader->chunks()[c].key, &payload);
-      blocks[0].add(reader->chunks()[c].key, payload);
-    }
-    const std::vector<uint8_t> bad = assemble_container(blocks);
+    const std::vector<ChunkEntry> chunks = chunks_of(bytes);
+    const std::vector<uint8_t> bad = changed_bytes(
+        bytes, [&](size_t c, std::vector<uint8_t>* payload) { damage(chunks[c].key, payload); });
     const int64_t free = t->device().usage()->pages_free;
     const auto a = t->host().import_sequence(bad.data(), bad.size());
     const auto b = t->device().import_sequence(bad.data(), bad.size());
@@ -86,26 +79,16 @@ class EmulatedDeviceStore : public RandomTest {
 };
 
 TEST_F(EmulatedDeviceStore, WithoutBodies) {
-  TwinChoice choice;
-  choice.window = 160;
-  choice.memory_bytes = 128 << 20;
-  live_together(choice, 120, 160);
+  live_together({.window = 160}, 120, 160);
 }
 TEST_F(EmulatedDeviceStore, CallsOfOthersComeBetween) {
-  TwinChoice choice;
-  choice.memory_bytes = 128 << 20;
-  expect_calls_come_between(choice, &rng_);
+  expect_calls_come_between({}, &rng_);
 }
 TEST_F(EmulatedDeviceStore, OfCodedRows) {
   for (const int32_t unit : {64, 16}) {
-    TwinChoice choice;
-    CodedFormat format;
-    format.unit_tokens = unit;
-    choice.format = format;
-    choice.num_kv_heads = 1;
-    choice.memory_bytes = 128 << 20;
-    if (unit == 16) choice.pairing = RopePairing::kNeighbours, choice.rotary_dims = 32;
     SCOPED_TRACE("unit " + std::to_string(unit));
+    TwinChoice choice = {.format = CodedFormat{.unit_tokens = unit}, .num_kv_heads = 1};
+    if (unit == 16) choice.pairing = RopePairing::kNeighbours, choice.rotary_dims = 32;
     live_together(choice, 40, 420);
     if (HasFatalFailure()) return;
   }
@@ -114,33 +97,21 @@ TEST_F(EmulatedDeviceStore, OfCodedRows) {
 
 TEST_F(EmulatedDeviceStore, OfTiersRows) {
   for (const double alpha_low : {0.0, 0.4}) {
-    TwinChoice choice;
     TiersFormat format;
     format.classes[0].alpha_low = alpha_low;
-    choice.format = format;
-    choice.num_kv_heads = 2;
-    choice.memory_bytes = 128 << 20;
-    live_together(choice, 60, 420);
+    live_together({.format = format}, 60, 420);
     if (HasFatalFailure()) return;
   }
   EXPECT_GT(coded_tokens_, 0);
 }
 TEST_F(EmulatedDeviceStore, TakesQueries) {
   for (const BodyFormat& format : {BodyFormat{CodedFormat{}}, BodyFormat{TiersFormat{}}}) {
-    TwinChoice choice;
-    choice.format = format;
-    choice.memory_bytes = 128 << 20;
-    KvTwins t(twin_config(choice), &rng_);
-    ASSERT_TRUE(t.is_made());
+    KvTwins t(twin_config({.format = format}), &rng_);
     EXPECT_TRUE(expect_queries(&t, 400, t.pick(1, 16)));
   }
 }
 TEST_F(EmulatedDeviceStore, TiersCountQueries) {
-  TwinChoice choice;
-  choice.format = TiersFormat{};
-  choice.memory_bytes = 128 << 20;
-  KvTwins t(twin_config(choice), &rng_);
-  ASSERT_TRUE(t.is_made());
+  KvTwins t(twin_config({.format = TiersFormat{}}), &rng_);
   expect_counted(&t, 150);
 }
 // Codebooks are there, so the device decodes what comes in.
@@ -148,9 +119,7 @@ TEST_F(EmulatedDeviceStore, RefusesHostileBodies) {
   for (const bool coded : {true, false}) {
     TwinChoice choice;
     if (!coded) choice.format = TiersFormat{};
-    choice.memory_bytes = 128 << 20;
     KvTwins t(twin_config(choice), &rng_);
-    ASSERT_TRUE(t.is_made());
     t.add();
     t.extend({0}, 360);
     const int32_t refused = expect_hostile(&t, 0, 30);
@@ -167,11 +136,7 @@ TEST_F(EmulatedDeviceStore, RefusesImpossibleNumbers) {
   // To the first chunks of a kind, one after the other.
   const auto refused = [&](const BodyFormat& format, ChunkKind kind, std::vector<Damage> damages,
                            const char* what) {
-    TwinChoice choice;
-    choice.format = format;
-    choice.memory_bytes = 128 << 20;
-    KvTwins t(twin_config(choice), &rng_);
-    ASSERT_TRUE(t.is_made());
+    KvTwins t(twin_config({.format = format}), &rng_);
     t.add();
     t.extend({0}, 360);
     const auto bytes = t.host().export_sequence(t.live()[0].host);
@@ -200,9 +165,7 @@ TEST_F(EmulatedDeviceStore, RefusesImpossibleNumbers) {
 // more bytes than the store's pages.
 TEST_F(EmulatedDeviceStore, RefusesImpossibleBodies) {
   TwinChoice choice;
-  choice.memory_bytes = 128 << 20;
   KvTwins t(twin_config(choice), &rng_);
-  ASSERT_TRUE(t.is_made());
   t.add();
   t.extend({0}, 360);
   const auto bytes = t.device().export_sequence(t.live()[0].device);
@@ -235,9 +198,7 @@ TEST_F(EmulatedDeviceStore, RefusesWhatComesLate) {
   choice.num_layers = 4;
   choice.num_kv_heads = 4;
   choice.raw_layers = {1, 2};
-  choice.memory_bytes = 128 << 20;
   KvTwins t(twin_config(choice), &rng_);
-  ASSERT_TRUE(t.is_made());
   t.add();
   t.extend({0}, 2100);
   const auto bytes = t.host().export_sequence(t.live()[0].host);
@@ -255,6 +216,18 @@ TEST_F(EmulatedDeviceStore, RefusesWhatComesLate) {
       if (key.layer == 3 && both) body->resize(body->size() - 16);
     });
   }
+  // Pages are short, as is known when the first groups are already there.
+  emulator::is_pinned = true;
+  StoreConfig config = twin_config(choice);
+  const StoreUsage usage = *t.device().usage();
+  config.memory_bytes -= (usage.pages + usage.pages_free) / 2 * usage.page_bytes;
+  const auto small = KvStore::create_device(config, t.stream());
+  ASSERT_TRUE(small) << small.status().message();
+  const auto came = (*small)->import_sequence(bytes->data(), bytes->size());
+  EXPECT_EQ(came.status().code(), StatusCode::kOutOfPages);
+  EXPECT_GT((*small)->shortage().pages, 0);
+  EXPECT_EQ((*small)->usage()->held_bytes(), 0);
+  EXPECT_TRUE((*small)->take_status());
   emulator::is_pinned = false;
   exchange(&t, 0);
   t.expect_equal();
@@ -264,9 +237,7 @@ TEST_F(EmulatedDeviceStore, ImportsWhereCodebooksWereRefused) {
   TwinChoice choice;
   choice.num_layers = 4;
   choice.max_tokens = 1500;
-  choice.memory_bytes = 128 << 20;
   KvTwins from(twin_config(choice), &rng_);
-  ASSERT_TRUE(from.is_made());
   from.add();
   from.extend({0}, 400);
   const auto bytes = from.host().export_sequence(from.live()[0].host);
@@ -305,7 +276,6 @@ TEST_F(EmulatedDeviceStore, LongSequencesComeAndGo) {
     choice.format = format;
     const StoreConfig config = twin_config(choice);
     KvTwins t(config, &rng_);
-    ASSERT_TRUE(t.is_made());
     const SequenceId id = *t.host().add_sequence();
     const TwinTokens x = t.draw(1, 2900);
     ASSERT_TRUE(t.host().begin({&id, 1}, 2900));
@@ -331,11 +301,7 @@ TEST_F(EmulatedDeviceStore, LongSequencesComeAndGo) {
   }
 }
 TEST_F(EmulatedDeviceStore, OfChannelRows) {
-  TwinChoice choice;
-  choice.format = ChannelFormat{};
-  choice.num_kv_heads = 2;
-  choice.memory_bytes = 128 << 20;
-  live_together(choice, 60, 420);
+  live_together({.format = ChannelFormat{}}, 60, 420);
   EXPECT_GT(coded_tokens_, 0);
 }
 

@@ -15,28 +15,16 @@ namespace {
 
 class EmulatedRefusedCall : public RandomTest {
  protected:
-  void open(const ConfigChoice& choice) {
+  test::ShadowedStore open(const ConfigChoice& choice) {
     StoreConfig config = make_config(choice);
     config.window_tokens = 30;
     give_pages(choice.pages, &config);
-    auto format = std::make_unique<test::Shadowed>(config, &rng_);
-    shadow_ = format.get();
-    auto place = HostPlace::make(config, std::move(format));
-    shadow_->host_pages_ = &(*place)->pages();
-    shadow_->begin(place->get());
-    const TokenLaws laws = (*place)->laws();
-    engine_ = store::Engine::make(config, laws, std::move(*place));
-  }
-  SequenceId add() {
-    const SequenceId id = *engine_->add_sequence();
-    shadow_->open(id.slot);
-    return id;
+    return {config, &rng_, &seen_};
   }
   Feed draw(int32_t tokens) { return Feed(layout_, tokens, &rng_); }
 
   CacheLayout layout_ = make_config({}).layout;
-  test::Shadowed* shadow_ = nullptr;
-  std::unique_ptr<KvStore> engine_;
+  test::Seen seen_;
 };
 
 TEST_F(EmulatedRefusedCall, LeavesNoCodebooks) {
@@ -45,13 +33,15 @@ TEST_F(EmulatedRefusedCall, LeavesNoCodebooks) {
     choice.pages = 6;
     choice.max_tokens = 2000;
     choice.with_profile = with_profile;
-    open(choice);
-    const SequenceId id = add();
-    EXPECT_EQ(draw(2000).give(engine_.get(), id, 0, 2000).code(), StatusCode::kOutOfPages);
-    ASSERT_TRUE(engine_->release(id));
-    const Status s = draw(360).give(engine_.get(), add(), 0, 360);
+    seen_ = {};
+    test::ShadowedStore store = open(choice);
+    KvStore* const engine = store.engine.get();
+    const SequenceId id = *store.add();
+    EXPECT_EQ(draw(2000).give(engine, id, 0, 2000).code(), StatusCode::kOutOfPages);
+    ASSERT_TRUE(engine->release(id));
+    const Status s = draw(360).give(engine, *store.add(), 0, 360);
     ASSERT_TRUE(s) << s.message();
-    EXPECT_GT(shadow_->blocks(), 0);
+    EXPECT_GT(seen_.blocks, 0);
   }
 }
 
@@ -59,18 +49,19 @@ TEST_F(EmulatedRefusedCall, LeavesNoCodebooks) {
 TEST_F(EmulatedRefusedCall, CodebooksServeSequencesThatComeAfter) {
   ConfigChoice choice;
   choice.with_profile = true;
-  open(choice);
-  const SequenceId ids[] = {add(), add()};
+  test::ShadowedStore store = open(choice);
+  KvStore* const engine = store.engine.get();
+  const SequenceId ids[] = {*store.add(), *store.add()};
   const Feed feed = draw(700);
-  ASSERT_TRUE(feed.give(engine_.get(), ids[0], 0, 20));
-  ASSERT_TRUE(feed.give(engine_.get(), ids[1], 0, 240));
-  const int64_t before = shadow_->blocks();
+  ASSERT_TRUE(feed.give(engine, ids[0], 0, 20));
+  ASSERT_TRUE(feed.give(engine, ids[1], 0, 240));
+  const int64_t before = seen_.blocks;
   const Feed twice = draw(160);
   LayerAppend step = twice.call(ids[0], 0, 0, 80);
   step.sequences = {ids, 2};
-  ASSERT_TRUE(engine_->begin(step.sequences, 80));
-  ASSERT_TRUE(engine_->append(step));
-  EXPECT_GT(shadow_->blocks(), before);
+  ASSERT_TRUE(engine->begin(step.sequences, 80));
+  ASSERT_TRUE(engine->append(step));
+  EXPECT_GT(seen_.blocks, before);
 }
 
 }  // namespace

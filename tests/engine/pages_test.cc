@@ -35,8 +35,7 @@ TEST_F(PagesTest, AnAppendIsRepeatedAfterARelease) {
   ASSERT_TRUE(engine->release(first));
   EXPECT_GE(engine->usage()->pages_free, before.pages_free + shortage.pages);
   for (; layer < 2; ++layer) ASSERT_TRUE(engine->append(feed.call(second, layer, 0, 600)));
-  OneSequence alone(config);
-  ASSERT_TRUE(feed.give(alone.store.engine.get(), alone.id, 0, 600));
+  OneSequence alone(config, feed, 600);
   EXPECT_EQ(*engine->export_sequence(second), alone.bytes());
 }
 
@@ -62,8 +61,7 @@ TEST_F(PagesTest, AStepIsAllOrNothing) {
   ASSERT_EQ(s.code(), StatusCode::kOutOfPages);
   for (const SequenceId& id : ids) {
     EXPECT_EQ(*engine->num_tokens(id), tokens);
-    OneSequence alone(config);
-    ASSERT_TRUE(feed.give(alone.store.engine.get(), alone.id, 0, tokens));
+    OneSequence alone(config, feed, tokens);
     EXPECT_EQ(*engine->export_sequence(id), alone.bytes());
   }
   ASSERT_TRUE(engine->release(ids[0]));
@@ -152,11 +150,9 @@ TEST_F(PagesTest, ABlockGrowsBesideACopy) {
     ASSERT_TRUE(engine->append(feed.call(id, 0, 96, 8)));
     InvariantChecker laws;
     EXPECT_TRUE(laws.check(store.place->pages().allocator));
-    OneSequence alone(config);
-    if (pages >= 6) {
-      ASSERT_TRUE(feed.give(alone.store.engine.get(), alone.id, 0, 104));
-      EXPECT_EQ(*engine->export_sequence(id), alone.bytes());
-    }
+    if (pages < 6) continue;
+    OneSequence alone(config, feed, 104);
+    EXPECT_EQ(*engine->export_sequence(id), alone.bytes());
   }
 }
 

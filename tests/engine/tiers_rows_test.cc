@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "codec/format/sound_halves.h"
+#include "tests/engine/support/feed.h"
 #include "tests/engine/support/owned_parts.h"
 #include "tests/engine/support/tiers_world.h"
 #include "tests/support/fresh_random.h"
@@ -12,26 +13,7 @@
 namespace tierkv {
 namespace {
 
-class TiersRowsTest : public RandomTest {
- protected:
-  // Gives a sequence the chunk's tokens [first, first + count).
-  Status extend(OpenStore* store, SequenceId id, const TiersChunk& chunk, int32_t first,
-                int32_t count, const StoreConfig& config) {
-    if (Status s = store->engine->begin({&id, 1}, count); !s) return s;
-    const int64_t token = int64_t{config.layout.num_kv_heads} * config.layout.head_dim;
-    for (int32_t l = 0; l < config.layout.num_layers; ++l) {
-      LayerAppend call;
-      call.sequences = {&id, 1};
-      call.layer = l;
-      call.tokens = count;
-      const int64_t at = (int64_t{l} * chunk.tokens + first) * token;
-      call.k = chunk.k.data() + at;
-      call.v = chunk.v.data() + at;
-      if (Status s = store->engine->append(call); !s) return s;
-    }
-    return Status::ok();
-  }
-};
+class TiersRowsTest : public RandomTest {};
 
 TEST_F(TiersRowsTest, SoakOfRandomCalls) {
   int64_t pruned = 0, out_of_pages = 0;
@@ -57,14 +39,14 @@ TEST_F(TiersRowsTest, SoakOfRandomCalls) {
 TEST_F(TiersRowsTest, ChunksDoNotMatterWithoutSignificances) {
   const StoreConfig config = tiers_config(128, 900, true, &rng_);
   OpenStore store(config);
-  const TiersChunk chunk = tiers_chunk(config, 600, false, &rng_);
+  const Feed feed(config.layout, 600, &rng_);
   std::vector<uint8_t> first;
   for (int32_t round = 0; round < 4; ++round) {
     const SequenceId id = *store.engine->add_sequence();
     for (int32_t done = 0; done < 600;) {
       const int32_t most = round == 0 ? 600 : round == 1 ? 1 : round == 2 ? 8 : 150;
       const int32_t count = std::min(600 - done, pick(1, most));
-      const Status s = extend(&store, id, chunk, done, round == 0 ? 600 : count, config);
+      const Status s = feed.give(store.engine.get(), id, done, round == 0 ? 600 : count);
       ASSERT_TRUE(s) << s.message();
       done += round == 0 ? 600 : count;
     }
@@ -79,16 +61,14 @@ TEST_F(TiersRowsTest, ChunksDoNotMatterWithoutSignificances) {
 // Pages that were cut hold what pages hold that were never longer.
 TEST_F(TiersRowsTest, CutPagesAreAsIfNeverLonger) {
   const StoreConfig config = tiers_config(64, 900, false, &rng_);
-  const TiersChunk chunk = tiers_chunk(config, 500, false, &rng_);
+  const Feed feed(config.layout, 500, &rng_);
   const int32_t tokens = pick(100, 400);
   std::vector<std::vector<uint8_t>> pages;
   for (const bool is_cut : {false, true}) {
-    OpenStore store(config);
-    const SequenceId id = *store.engine->add_sequence();
-    ASSERT_TRUE(extend(&store, id, chunk, 0, is_cut ? 500 : tokens + config.window_tokens, config));
-    ASSERT_TRUE(store.engine->truncate(id, tokens));
+    OneSequence one(config, feed, is_cut ? 500 : tokens + config.window_tokens);
+    ASSERT_TRUE(one.store.engine->truncate(one.id, tokens));
     std::vector<uint8_t> tiles;
-    const store::PagesView& view = store.place->pages();
+    const store::PagesView& view = one.store.place->pages();
     const auto& tiers = std::get<TiersFormat>(config.format);
     const int32_t body = tokens - config.sink_tokens;  // all of the high tier
     for (int32_t r = 0; r < view.allocator.shape.table.rows_per_sequence; ++r) {
@@ -114,13 +94,13 @@ TEST_F(TiersRowsTest, OutOfPagesChangesNothing) {
   StoreConfig config = tiers_config(128, 40, false, &rng_);
   OpenStore store(config);
   const SequenceId a = *store.engine->add_sequence(), b = *store.engine->add_sequence();
-  const TiersChunk chunk = tiers_chunk(config, 900, false, &rng_);
+  const Feed feed(config.layout, 900, &rng_);
   int32_t tokens = 0;
   Status s;
   while (tokens < 900) {
-    s = extend(&store, a, chunk, tokens, 4, config);
+    s = feed.give(store.engine.get(), a, tokens, 4);
     if (!s) break;
-    ASSERT_TRUE(extend(&store, b, chunk, tokens, 1, config).code() != StatusCode::kInvalidArgument);
+    ASSERT_NE(feed.give(store.engine.get(), b, tokens, 1).code(), StatusCode::kInvalidArgument);
     tokens += 4;
   }
   ASSERT_EQ(s.code(), StatusCode::kOutOfPages) << s.message();
@@ -130,7 +110,7 @@ TEST_F(TiersRowsTest, OutOfPagesChangesNothing) {
   EXPECT_EQ(store.engine->begin({&a, 1}, 8).code(), StatusCode::kOutOfPages);
   EXPECT_EQ(*store.engine->export_sequence(a), before);
   ASSERT_TRUE(store.engine->release(b));
-  EXPECT_TRUE(extend(&store, a, chunk, tokens, 4, config));
+  EXPECT_TRUE(feed.give(store.engine.get(), a, tokens, 4));
 }
 
 // As many tokens as tokens_that_fit() promises fit, whatever their tiers.
@@ -144,17 +124,11 @@ TEST_F(TiersRowsTest, WhatIsPromisedFits) {
     const auto each = static_cast<int32_t>(capacity->least / config.max_sequences);
     for (int32_t i = 0; i < config.max_sequences; ++i) {
       const SequenceId id = *store.engine->add_sequence();
-      TiersChunk chunk = tiers_chunk(config, each, true, &rng_);
+      const Feed feed(config.layout, each, &rng_);
       ASSERT_TRUE(store.engine->begin({&id, 1}, each));
-      const int64_t values = int64_t{each} * config.layout.num_kv_heads * config.layout.head_dim;
       for (int32_t l = 0; l < config.layout.num_layers; ++l) {
-        LayerAppend call;
-        call.sequences = {&id, 1};
-        call.layer = l;
-        call.tokens = each;
-        call.k = chunk.k.data() + l * values;
-        call.v = chunk.v.data() + l * values;
-        call.significance = chunk.significance.data() + l * config.layout.num_kv_heads * each;
+        LayerAppend call = feed.call(id, l, 0, each);
+        call.significance = feed.significance.data() + l * config.layout.num_kv_heads * each;
         call.stride = each;
         const Status s = store.engine->append(call);
         ASSERT_TRUE(s) << s.message();
@@ -172,15 +146,7 @@ TEST_F(TiersRowsTest, SensitiveHeadsTakeTheFirstClasses) {
   tiers.classes[1].share = 0.5;
   config.profile = nullptr;
   EXPECT_EQ(config.validate().code(), StatusCode::kInvalidArgument);
-  std::mt19937 rng(4);
-  auto profile = std::make_shared<Profile>();
-  while (profile->rows.empty()) {
-    StoreConfig other = tiers_config(64, 500, false, &rng);
-    if (other.profile != nullptr && other.profile->num_layers == config.layout.num_layers) {
-      *profile = *other.profile;
-    }
-  }
-  profile->sm_scale = config.layout.sm_scale;
+  const auto profile = std::make_shared<Profile>(*random_profile(config.layout, {}, &rng_));
   profile->joint_sensitivity.assign(heads, 0);
   for (size_t i = 0; i < heads; ++i)
     profile->joint_sensitivity[(i * 5 + 2) % heads] = 1.0 / (1 + i);
@@ -227,15 +193,10 @@ TEST_F(TiersRowsTest, BadFormatsAreRefusedByName) {
 // Every change of a body is found out or leaves one that can be read.
 TEST_F(TiersRowsTest, HostileBodies) {
   const StoreConfig config = tiers_config(64, 900, true, &rng_);
-  OpenStore store(config);
-  const SequenceId id = *store.engine->add_sequence();
-  ASSERT_TRUE(extend(&store, id, tiers_chunk(config, 300, false, &rng_), 0, 300, config));
-  store::LayerMoves moves;
-  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
-    const store::LayerTokens at = {300, 300 - config.window_tokens};
-    moves.push_back({id.slot, l, at, at});
-  }
-  const OwnedParts parts(*store.place->export_parts(moves));
+  OneSequence one(config, Feed(config.layout, 300, &rng_), 300);
+  store::HostPlace* const place = one.store.place;
+  const store::LayerMoves moves = one.layers(300);
+  const OwnedParts parts(*place->export_parts(moves));
   int32_t corrupt = 0;
   for (int32_t round = 0; round < 300; ++round) {
     OwnedParts damaged = parts;
@@ -251,7 +212,7 @@ TEST_F(TiersRowsTest, HostileBodies) {
       const size_t most = what == 4 ? body.size() : size_t{300};  // the tiers
       body[rng_() % most] = static_cast<uint8_t>(rng_());
     }
-    const Status s = store.place->import_parts(3, damaged.views());
+    const Status s = place->import_parts(3, damaged.views());
     corrupt += s.code() == StatusCode::kCorrupt;
     EXPECT_TRUE(what > 3 || s.code() == StatusCode::kCorrupt) << what;
     if (!s) {
@@ -266,10 +227,10 @@ TEST_F(TiersRowsTest, HostileBodies) {
       range.end = 300;
       range.k = k.data();
       range.v = v.data();
-      ASSERT_TRUE(store.place->decode(range, move));
+      ASSERT_TRUE(place->decode(range, move));
       EXPECT_TRUE(std::all_of(k.begin(), k.end(), is_finite_half));
     }
-    ASSERT_TRUE(store.place->release(3));
+    ASSERT_TRUE(place->release(3));
   }
   EXPECT_GT(corrupt, 100);
 }

@@ -5,10 +5,10 @@
 #include <new>
 
 #include "store/transfer/sequence_chunks.h"
+#include "tests/engine/support/changed_bytes.h"
 #include "tests/engine/support/feed.h"
 #include "tests/engine/support/owned_parts.h"
 #include "tests/support/fresh_random.h"
-#include "tierkv/container.h"
 
 namespace tierkv {
 namespace {
@@ -36,11 +36,9 @@ TEST_F(SequenceTransfer, StoresOfUnequalCapacityAgree) {
   choice.pages = 1000;
   const StoreConfig large = make_config(choice);
   const Feed feed(small.layout, 660, &rng_), other(small.layout, 400, &rng_);
-  OneSequence from(small), to(large), with_books(large);
-  ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 600));
+  OneSequence from(small, feed, 600), to(large), with_books(large, other, 400);
   const std::vector<uint8_t> bytes = from.bytes();
   // A store without codebooks takes those of the sequence; one with its own codes the blocks anew.
-  ASSERT_TRUE(other.give(with_books.store.engine.get(), with_books.id, 0, 400));
   for (OneSequence* one : {&to, &with_books}) {
     KvStore* engine = one->store.engine.get();
     const Result<SequenceId> id = engine->import_sequence(bytes.data(), bytes.size());
@@ -80,9 +78,8 @@ TEST_F(SequenceTransfer, LongSequencesIntoMemoryOfTheCaller) {
     for (int32_t l = 1; l < config.layout.num_layers; ++l) config.raw_layers.push_back(l);
     give_pages(8000, &config);
     const Feed feed(config.layout, 5000, &rng_);
-    OneSequence from(config);
+    OneSequence from(config, feed, 5000);
     KvStore* engine = from.store.engine.get();
-    ASSERT_TRUE(feed.give(engine, from.id, 0, 5000));
     const std::vector<uint8_t> bytes = from.bytes();
     ASSERT_GT(bytes.size(), size_t{2} << 20);
     std::vector<uint8_t> given;
@@ -104,8 +101,7 @@ TEST_F(SequenceTransfer, LongSequencesIntoMemoryOfTheCaller) {
 TEST_F(SequenceTransfer, RefusesOtherStores) {
   const StoreConfig config = make_config({});
   const Feed feed(config.layout, 400, &rng_);
-  OneSequence from(config);
-  ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 400));
+  OneSequence from(config, feed, 400);
   const std::vector<uint8_t> bytes = from.bytes();
   std::vector<StoreConfig> others(7, config);
   others[0].window_tokens = 32;
@@ -130,8 +126,7 @@ TEST_F(SequenceTransfer, RefusesOtherStores) {
 TEST_F(SequenceTransfer, AFlippedBitIsCorrupt) {
   const StoreConfig config = make_config({});
   const Feed feed(config.layout, 400, &rng_);
-  OneSequence from(config);
-  ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 400));
+  OneSequence from(config, feed, 400);
   const std::vector<uint8_t> bytes = from.bytes();
   KvStore* engine = from.store.engine.get();
   const StoreUsage before = *engine->usage();
@@ -151,11 +146,9 @@ TEST_F(SequenceTransfer, AFlippedBitIsCorrupt) {
 TEST_F(SequenceTransfer, ARefusedSequenceLeavesNoCodebooks) {
   const StoreConfig config = make_config({});
   const Feed feed(config.layout, 400, &rng_), other(config.layout, 400, &rng_);
-  OneSequence from(config), fresh(config), to(config);
-  ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 400));
+  OneSequence from(config, feed, 400), fresh(config), to(config);
   std::vector<uint8_t> bytes = from.bytes();
-  const Result<ContainerReader> reader = ContainerReader::from_bytes(bytes, "sequence");
-  bytes[reader->chunks().back().offset + 100] ^= 1;
+  bytes[chunks_of(bytes).back().offset + 100] ^= 1;
   const auto refused = to.store.engine->import_sequence(bytes.data(), bytes.size());
   EXPECT_EQ(refused.status().code(), StatusCode::kCorrupt);
   EXPECT_NE(refused.status().message().find("checksum"), std::string::npos)
@@ -170,16 +163,10 @@ TEST_F(SequenceTransfer, ARefusedSequenceLeavesNoCodebooks) {
 TEST_F(SequenceTransfer, AnExportThatFailsLeavesNoSequence) {
   const StoreConfig config = make_config({});
   const Feed feed(config.layout, 400, &rng_);
-  OneSequence from(config);
+  OneSequence from(config, feed, 400);
   KvStore* engine = from.store.engine.get();
-  ASSERT_TRUE(feed.give(engine, from.id, 0, 400));
   std::vector<uint8_t> bytes = from.bytes();
-  store::LayerMoves layers;
-  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
-    const store::LayerTokens at = store::after_append(from.store.place->laws(), {}, 400);
-    layers.push_back({from.id.slot, l, at, at});
-  }
-  Result<store::SequenceSource> source = from.store.place->export_parts(layers);
+  Result<store::SequenceSource> source = from.store.place->export_parts(from.layers(400));
   ASSERT_TRUE(source);
   const auto into = [&](size_t size) { return size == bytes.size() ? bytes.data() : nullptr; };
   const auto identity = from.store.place->identity();
@@ -198,16 +185,10 @@ TEST_F(SequenceTransfer, AnImportWithoutMemoryLeavesNothing) {
     StoreConfig config = make_config({});
     if (tiers) config.format = TiersFormat{};
     const Feed feed(config.layout, 400, &rng_);
-    OneSequence from(config);
-    ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 400));
+    OneSequence from(config, feed, 400);
     const std::vector<uint8_t> bytes = from.bytes();
     const int64_t free = from.store.engine->usage()->pages_free;
-    store::LayerMoves layers;
-    for (int32_t l = 0; l < config.layout.num_layers; ++l) {
-      const store::LayerTokens at = store::after_append(from.store.place->laws(), {}, 400);
-      layers.push_back({from.id.slot, l, at, at});
-    }
-    const OwnedParts owned(*from.store.place->export_parts(layers));
+    const OwnedParts owned(*from.store.place->export_parts(from.layers(400)));
     store::SequenceParts parts = owned.views();
     // The damage is in the last row: others have been written by then, or at least planned.
     parts.verify = [&](int64_t first, int64_t count) -> Status {
@@ -234,41 +215,33 @@ TEST_F(SequenceTransfer, HostileChunksDoNoHarm) {
     if (kind == 2) config.format = ChannelFormat{};
     give_pages(200, &config);
     const Feed feed(config.layout, 460, &rng_);
-    OneSequence from(config);
+    OneSequence from(config, feed, long_enough ? 400 : 200);
     KvStore* engine = from.store.engine.get();
-    ASSERT_TRUE(feed.give(engine, from.id, 0, long_enough ? 400 : 200));
     ASSERT_TRUE(engine->truncate(from.id, long_enough ? 290 : 140));
     const std::vector<uint8_t> bytes = from.bytes();
-    const Result<ContainerReader> reader = ContainerReader::from_bytes(bytes, "sequence");
+    const auto chunks = static_cast<int32_t>(chunks_of(bytes).size());
     int32_t accepted = 0;
     for (int32_t i = 0; i < 300; ++i) {
-      std::vector<ChunkBlock> blocks(1);
-      const auto victim =
-          static_cast<size_t>(pick(1, static_cast<int32_t>(reader->chunks().size()) - 1));
-      for (size_t c = 0; c < reader->chunks().size(); ++c) {
-        std::vector<uint8_t> payload;
-        ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &payload));
-        if (c == victim && !payload.empty()) {
-          const auto at = static_cast<size_t>(pick(0, static_cast<int32_t>(payload.size()) - 1));
-          // The beginning of a chunk has most of its structure.
-          const size_t place = pick(0, 1) == 0 ? at % std::min<size_t>(payload.size(), 40) : at;
-          switch (pick(0, 3)) {
-            case 0:
-              payload[place] ^= static_cast<uint8_t>(1 << pick(0, 7));
-              break;
-            case 1:
-              payload[place] = static_cast<uint8_t>(pick(0, 255));
-              break;
-            case 2:
-              payload.resize(place);
-              break;
-            default:
-              payload.insert(payload.begin() + static_cast<int64_t>(place), 3, 0xff);
-          }
+      const auto victim = static_cast<size_t>(pick(1, chunks - 1));
+      const auto bad = changed_bytes(bytes, [&](size_t c, std::vector<uint8_t>* payload) {
+        if (c != victim || payload->empty()) return;
+        const auto at = static_cast<size_t>(pick(0, static_cast<int32_t>(payload->size()) - 1));
+        // The beginning of a chunk has most of its structure.
+        const size_t place = pick(0, 1) == 0 ? at % std::min<size_t>(payload->size(), 40) : at;
+        switch (pick(0, 3)) {
+          case 0:
+            (*payload)[place] ^= static_cast<uint8_t>(1 << pick(0, 7));
+            break;
+          case 1:
+            (*payload)[place] = static_cast<uint8_t>(pick(0, 255));
+            break;
+          case 2:
+            payload->resize(place);
+            break;
+          default:
+            payload->insert(payload->begin() + static_cast<int64_t>(place), 3, 0xff);
         }
-        blocks[0].add(reader->chunks()[c].key, payload);
-      }
-      const std::vector<uint8_t> bad = assemble_container(blocks);
+      });
       const Result<SequenceId> id = engine->import_sequence(bad.data(), bad.size());
       if (!id) continue;
       ++accepted;

@@ -2,6 +2,7 @@
 // The plain forms of one token, and the checks. The fast forms are in weighted_rows_simd.cc.
 #include "codec/host/coded/weighted_rows.h"
 
+#include <limits>
 #include <string>
 
 #include "codec/format/sound_halves.h"
@@ -14,6 +15,8 @@ namespace {
 Status invalid(const std::string& what) {
   return Status(StatusCode::kInvalidArgument, "weighted steps: " + what);
 }
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 bool positive(float x) {
   return is_finite(x) && x > 0;
@@ -36,14 +39,16 @@ Status WeightedRow::validate() const {
   if (!key_mean.empty() && key_mean.size() != d) return invalid("key_mean has another length");
   if (!key_weight.empty() && key_weight.size() != d)
     return invalid("key_weight has another length");
-  for (const uint16_t h : key_mean) {
-    if (!is_finite_half(h)) return invalid("a key_mean is not finite");
-  }
+  // Without an early exit the loops are vectors.
+  int32_t finite = 1, sound = 1;
+  for (const uint16_t h : key_mean) finite &= is_finite_half(h) ? 1 : 0;
+  if (finite == 0) return invalid("a key_mean is not finite");
   for (const float w : key_weight) {
-    if (!positive(w) || !positive(dim_scale(key_step, w))) {
-      return invalid("a key_weight is not positive and finite, or its step is not");
-    }
+    const float scale = dim_scale(key_step, w);
+    sound &= (w > 0 ? 1 : 0) & (w < kInfinity ? 1 : 0) & (scale > 0 ? 1 : 0) &
+             (scale < kInfinity ? 1 : 0);
   }
+  if (sound == 0) return invalid("a key_weight is not positive and finite, or its step is not");
   if (rope != nullptr && 2 * rope->pairs > head_dim) return invalid("rope turns more dims");
   return Status::ok();
 }

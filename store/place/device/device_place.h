@@ -106,6 +106,7 @@ class DevicePlace final : public Place {
   Status run(const PageOp& op, int64_t at_most);
   Status run_and_wait(const PageOp& op, int64_t at_most);
   int32_t rows_per_sequence() const { return layout_.allocator.table.rows_per_sequence; }
+  int64_t state_bytes() const { return layout_.layer_bytes - layout_.raw_bytes; }
   Status copy_pages(int32_t count);
   Status add_nominal(const LayerMoves& layers, StoreUsage* usage) const;
   // The mirror, emptied, and the link.
@@ -113,11 +114,13 @@ class DevicePlace final : public Place {
   Status copy_tables(int32_t slot) const;
   // The states of all layers of a slot, one behind the other.
   Status copy_states(int32_t slot, uint8_t* to) const;
-  Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans);
+  Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans,
+                    const std::vector<LayerTokens>& layers);
   Status send_layers(int32_t slot, const LayerMoves& layers, const std::vector<int64_t>& sizes,
                      const std::vector<uint8_t*>& parts);
   uint64_t checksum_of(int64_t part, int64_t bytes, const uint8_t* at) const;
-  Status import_opened(int32_t slot, const SequenceParts& parts);
+  // *is_open: whether it took the slot, also where it fails.
+  Status bring_or_name(int32_t slot, const SequenceParts& parts, bool* is_open);
   // A sequence that comes in. pinned: its bytes from the first part on; is_direct: they are the
   // caller's.
   struct Incoming {
@@ -129,7 +132,7 @@ class DevicePlace final : public Place {
   };
   // Whether parts are of sizes that a sequence of this store can have.
   bool may_fit(const SequenceParts& parts) const;
-  Status bring(int32_t slot, const SequenceParts& parts);
+  Status bring(int32_t slot, const SequenceParts& parts, bool* is_open);
   Status receive_layers(int32_t slot, const SequenceParts& parts, const Incoming& from);
   Status cut_bodies(const DeviceWorks& works, const LayerMoves& layers);
 

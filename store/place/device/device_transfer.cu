@@ -39,17 +39,16 @@ Status DevicePlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const
 }
 
 Status DevicePlace::copy_states(int32_t slot, uint8_t* to) const {
-  const auto pitch = static_cast<size_t>(layout_.layer_bytes);
-  const size_t bytes = pitch - static_cast<size_t>(layout_.raw_bytes);
-  const cudaError_t error =
-      cudaMemcpy2DAsync(to, bytes, view_.slots.state(slot, 0), pitch, bytes,
-                        config_.layout.num_layers, cudaMemcpyDefault, stream_);
+  const auto bytes = static_cast<size_t>(state_bytes());
+  const cudaError_t error = cudaMemcpy2DAsync(
+      to, bytes, view_.slots.state(slot, 0), static_cast<size_t>(layout_.layer_bytes), bytes,
+      config_.layout.num_layers, cudaMemcpyDefault, stream_);
   return cuda_status(error, "states");
 }
 
 // From the states of the open sequences, which the format in host memory reads.
 Status DevicePlace::add_nominal(const LayerMoves& layers, StoreUsage* usage) const {
-  const auto bytes = static_cast<size_t>(layout_.layer_bytes - layout_.raw_bytes);
+  const auto bytes = static_cast<size_t>(state_bytes());
   const auto num_layers = static_cast<size_t>(config_.layout.num_layers);
   std::vector<uint8_t> states(bytes * num_layers);
   for (size_t i = 0; i < layers.size(); ++i) {
@@ -104,15 +103,17 @@ int64_t padded_bytes(std::span<const int64_t> parts) {
 
 Status DevicePlace::open_mirror() {
   if (link_ == nullptr) {
-    Result<std::unique_ptr<SequenceLink>> link = SequenceLink::make(view_, stream_);
+    Result<std::unique_ptr<SequenceLink>> link = SequenceLink::make(view_, prunes_, stream_);
     if (!link) return link.status();
     link_ = std::move(*link);
   }
   if (mirror_ == nullptr) {
     Result<std::unique_ptr<RowFormat>> format = make_row_format(config_);
     if (!format) return format.status();
-    const int64_t states = (layout_.layer_bytes - layout_.raw_bytes) * config_.layout.num_layers;
-    const Result<PinnedMemory> slot = pinned_memory(std::max<int64_t>(states, 1));
+    const int64_t line = layout_.allocator.table.row_stride() * int64_t{sizeof(int32_t)};
+    const int64_t tables = rows_per_sequence() * (2 * int64_t{sizeof(SideCounts)} + line);
+    const Result<PinnedMemory> slot =
+        pinned_memory(state_bytes() * config_.layout.num_layers + tables);
     if (!slot) return slot.status();
     Result<std::unique_ptr<HostPlace>> mirror =
         HostPlace::make_mirror(config_, layout_, std::move(*format), *slot, view_.pages.base);
@@ -123,25 +124,34 @@ Status DevicePlace::open_mirror() {
   return format_->download_shared(mirror_->format());
 }
 
-// Table rows of a slot, to the mirror.
+// Table rows of a slot, to the mirror, by pinned memory behind its states. Waits.
 Status DevicePlace::copy_tables(int32_t slot) const {
   const PageAllocator &a = view_.pages.allocator, &to = mirror_->pages().allocator;
   const int64_t rows = rows_per_sequence(), first = slot * rows;
-  const int64_t line = a.shape.table.row_stride();
-  if (Status s = copy(to.tokens, a.tokens + first, rows * int64_t{sizeof(SideCounts)}); !s) {
+  const int64_t line = a.shape.table.row_stride(),
+                counts_bytes = rows * int64_t{sizeof(SideCounts)};
+  auto* const tokens = reinterpret_cast<SideCounts*>(mirror_->slot_memory() +
+                                                     state_bytes() * config_.layout.num_layers);
+  SideCounts* const pages = tokens + rows;
+  auto* const slots = reinterpret_cast<int32_t*>(pages + rows);
+  if (Status s = copy(tokens, a.tokens + first, counts_bytes); !s) return s;
+  if (Status s = copy(pages, a.pages + first, counts_bytes); !s) return s;
+  if (Status s = copy(slots, a.slots + first * line, rows * line * int64_t{sizeof(int32_t)}); !s) {
     return s;
   }
-  if (Status s = copy(to.pages, a.pages + first, rows * int64_t{sizeof(SideCounts)}); !s) return s;
-  return copy(to.slots, a.slots + first * line, rows * line * int64_t{sizeof(int32_t)});
+  if (Status s = wait(); !s) return s;
+  std::copy_n(tokens, rows, to.tokens);
+  std::copy_n(pages, rows, to.pages);
+  std::copy_n(slots, rows * line, to.slots);
+  return Status::ok();
 }
 
 // States come first, for they say what there is.
 Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   if (Status s = enter("export_sequence", false); !s) return s;
   if (Status s = open_mirror(); !s) return s;
-  if (Status s = copy_tables(layers[0].slot); !s) return s;
   if (Status s = copy_states(layers[0].slot, mirror_->slot_memory()); !s) return s;
-  if (Status s = wait(); !s) return s;
+  if (Status s = copy_tables(layers[0].slot); !s) return s;
   LayerMoves moves = layers;
   for (LayerMove& move : moves) move.slot = 0;
   SequenceSource source = mirror_->describe(moves);
@@ -194,12 +204,13 @@ Status DevicePlace::send_layers(int32_t slot, const LayerMoves& layers,
 }
 
 Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
-  if (Status s = open(slot); !s) return s;
-  Status s = without_bad_alloc([&] { return import_opened(slot, parts); });
+  if (Status s = enter("import_sequence", false); !s) return s;
+  bool is_open = false;
+  Status s = without_bad_alloc([&] { return bring_or_name(slot, parts, &is_open); });
   if (s) return s;
   if (link_ != nullptr) (void)link_->finish();  // which may still read the caller's memory
   mirror_ = nullptr;                            // it may have codebooks that the store does not
-  (void)release(slot);
+  if (is_open) (void)release(slot);
   const Status sound =
       parts.verify ? parts.verify(0, static_cast<int64_t>(parts.raw.size())) : Status::ok();
   return sound ? s : sound;
@@ -207,11 +218,11 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
 
 // Sizes that no sequence has must not take memory. Where anything is damaged the host finds out
 // what.
-Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
+Status DevicePlace::bring_or_name(int32_t slot, const SequenceParts& parts, bool* is_open) {
   if (Status s = open_mirror(); !s) return s;
   const bool fits = may_fit(parts);
   const Status brought =
-      fits ? bring(slot, parts)
+      fits ? bring(slot, parts, is_open)
            : Status(StatusCode::kOutOfRange, "a body is larger than its table's pages");
   if (fits && brought.code() != StatusCode::kCorrupt) return brought;
   if (Status s = link_->finish(); !s) return s;  // which may still read states of the mirror
@@ -219,8 +230,9 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   return named ? brought : named.status();
 }
 
-// Blocks that the device decodes as they are it looks at itself.
-Status DevicePlace::bring(int32_t slot, const SequenceParts& parts) {
+// The link carries the first layers while the slot is made, heads of bodies are read and pages are
+// dealt. Blocks that the device decodes as they are it looks at itself.
+Status DevicePlace::bring(int32_t slot, const SequenceParts& parts, bool* is_open) {
   Incoming from;
   for (size_t row = 0; row < parts.raw.size(); ++row) {
     from.sizes.push_back(static_cast<int64_t>(parts.raw[row].size()));
@@ -235,6 +247,8 @@ Status DevicePlace::bring(int32_t slot, const SequenceParts& parts) {
   from.pinned = *memory;
   Status begun = link_->begin(from.sizes, from.pinned, true, from.is_direct);
   if (!begun) return begun;
+  if (Status s = open(slot); !s) return s;
+  *is_open = true;
   Result<std::vector<HostPlace::LayerImport>> imports = mirror_->plan_imports(0, parts, true);
   if (!imports) return imports.status();
   from.imports = std::move(*imports);
@@ -244,9 +258,8 @@ Status DevicePlace::bring(int32_t slot, const SequenceParts& parts) {
     HostLayer& layer = from.layers.emplace_back(import.layer);
     layer.slot = slot, layer.at = parts.layers[layer.layer];
   }
-  if (Status s = take_pages(slot, plans); !s) return s;
+  if (Status s = take_pages(slot, plans, parts.layers); !s) return s;
   if (Status s = copy_tables(slot); !s) return s;
-  if (Status s = wait(); !s) return s;
   if (Status s = receive_layers(slot, parts, from); !s) return s;
   for (const auto& import : from.imports) mirror_->format()->finish_import(*import.plan);
   return format_->upload_shared(*mirror_->format(), from.layers);
@@ -276,9 +289,6 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
   const std::span<const int64_t> sizes = from.sizes;
   const uint8_t* const first = parts.raw[0].data();
   const int32_t threads = from.is_direct ? 1 : threads_for(padded_bytes(sizes));
-  LayerTokens* const counts = counts_ + slot * num_layers;
-  const auto counts_bytes = num_layers * int64_t{sizeof(LayerTokens)};
-  if (Status s = copy(counts, parts.layers.data(), counts_bytes); !s) return s;
   const OnDevice on_device;
   std::mutex mutex;
   std::vector<PageRanges> ranges(num_layers);
@@ -288,14 +298,12 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
     const int32_t checked = link_->end_layer();
     const uint8_t* const at = parts.raw[layer * heads].data();
     const PageRange state = {from.imports[layer].layer.state,
-                             view_.slots.state(slot, static_cast<int32_t>(layer)),
-                             layout_.layer_bytes - layout_.raw_bytes};
-    Status sent =
-        link_->receive(slot, parts.layers[layer], at, std::move(ranges[layer]), state, prunes_);
+                             view_.slots.state(slot, static_cast<int32_t>(layer)), state_bytes()};
+    Status sent = link_->receive(slot, parts.layers[layer], at, std::move(ranges[layer]), state);
     const int32_t count = link_->end_layer() - checked;
     if (!sent || count == 0) return sent;
-    return format_->check_imported(std::span(from.layers).subspan(checked, count), counts,
-                                   link_->device_fault());
+    return format_->check_imported(std::span(from.layers).subspan(checked, count),
+                                   counts_ + slot * num_layers, link_->device_fault());
   };
   Status s = try_parallel_for(num_layers, threads, [&](int64_t layer) {
     const HostPlace::LayerImport& import = from.imports[layer];
@@ -330,8 +338,10 @@ uint64_t DevicePlace::checksum_of(int64_t part, int64_t bytes, const uint8_t* at
   return padded > kXxh3ShortBytes ? link_->checksum(part) : xxh3(at, static_cast<size_t>(padded));
 }
 
-// For all layers of an empty slot.
-Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans) {
+// For all layers of an empty slot, which then counts `layers` tokens. What kernels read of it here
+// does not wait for the link's copies.
+Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans,
+                               const std::vector<LayerTokens>& layers) {
   const PageTableShape& table = layout_.allocator.table;
   std::vector<SideCounts> counts;
   int64_t needed = 0;
@@ -351,11 +361,21 @@ Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans
   const Result<bool> fits = has_pages(needed);
   if (!fits) return fits.status();
   if (!*fits) return refuse_pages(needed);
-  const auto bytes = static_cast<int64_t>(counts.size() * sizeof(SideCounts));
-  if (Status s = copy(target_, counts.data(), bytes); !s) return s;
+  const Result<const uint8_t*> target =
+      link_->mapped(counts.data(), static_cast<int64_t>(counts.size() * sizeof(SideCounts)));
+  const Result<const uint8_t*> tokens =
+      link_->mapped(layers.data(), static_cast<int64_t>(layers.size() * sizeof(LayerTokens)));
+  if (!target || !tokens) return target ? tokens.status() : target.status();
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
-  if (Status s = run(PageOp::grow({op_slots_, 1}, target_, report_), needed); !s) return s;
-  return commit_op(true);
+  const auto* const rows = reinterpret_cast<const SideCounts*>(*target);
+  if (Status s = run(PageOp::grow({op_slots_, 1}, rows, report_), needed); !s) return s;
+  DeviceWorks works;
+  works.slots = op_slots_;
+  works.to = reinterpret_cast<const LayerTokens*>(*tokens);
+  works.count = 1, works.num_layers = config_.layout.num_layers;
+  works.report = report_;
+  works.commit = commit_of(counts_);
+  return commit(works);
 }
 
 }  // namespace tierkv::store

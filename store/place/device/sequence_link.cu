@@ -14,9 +14,11 @@ namespace {
 
 constexpr int64_t kGroupBytes = int64_t{4} << 20;  // that layers go in at least
 constexpr int64_t kMostParts = 65535;              // of a group: lines of a grid
+// As many groups are staged at once as these bytes hold, within the bounds behind them.
+constexpr int64_t kStagedBytes = int64_t{32} << 20, kLeastRing = 4, kMostRing = 8;
 constexpr int64_t kListBytes = int64_t{1} << 20;
 constexpr int64_t kHostStep = int64_t{32} << 20;
-constexpr int64_t kRangeBytes = int64_t{16} << 10;  // that a CTA takes
+constexpr int64_t kRangeBytes = int64_t{16} << 10;  // that a warp takes
 
 cudaEvent_t event_of(const std::shared_ptr<void>& event) {
   return static_cast<cudaEvent_t>(event.get());
@@ -46,8 +48,8 @@ bool is_pinned(const uint8_t* from, int64_t bytes) {
 }
 
 Result<std::unique_ptr<SequenceLink>> SequenceLink::make(const DeviceStoreView& view,
-                                                         cudaStream_t stream) {
-  std::unique_ptr<SequenceLink> link(new SequenceLink(view, stream));
+                                                         bool can_prune, cudaStream_t stream) {
+  std::unique_ptr<SequenceLink> link(new SequenceLink(view, can_prune, stream));
   const cudaError_t error = cudaStreamCreateWithFlags(&link->copies_, cudaStreamNonBlocking);
   if (Status s = cuda_status(error, "stream"); !s) return s;
   return Result<std::unique_ptr<SequenceLink>>(std::move(link));
@@ -70,9 +72,13 @@ Status SequenceLink::begin(std::span<const int64_t> part_bytes, uint8_t* host, b
   is_there_ = is_there;
   if (Status s = make_groups(part_bytes); !s) return s;
   if (Status s = allocate(); !s) return s;
-  const cudaError_t error = cudaMemsetAsync(device_fault_, 0x7f, sizeof(int32_t), stream_);
+  cudaError_t error = cudaMemsetAsync(device_fault_, 0x7f, sizeof(int32_t), stream_);
+  if (error == cudaSuccess) {
+    error = cudaMemcpyAsync(device_parts_, parts_, part_bytes.size() * sizeof(ChecksumChunk),
+                            cudaMemcpyHostToDevice, comes ? copies_ : stream_);
+  }
   if (Status s = cuda_status(error, "link"); !s) return s;
-  for (int32_t g = 0; is_there && g < std::min<int32_t>(kRing, groups_.size()); ++g) {
+  for (int32_t g = 0; is_there && g < std::min<int32_t>(ring(), groups_.size()); ++g) {
     if (Status s = copy_group(g); !s) return s;
   }
   return Status::ok();
@@ -92,11 +98,11 @@ Status SequenceLink::make_groups(std::span<const int64_t> part_bytes) {
     parts_[i] = {group.bytes, round_up(part_bytes[i], 16), group.blocks};
     group.bytes += parts_[i].bytes;
     group.blocks += parts_[i].bytes / kChecksumBlock + 1;
-    if ((i + 1) % (int64_t{2} * view_.num_kv_heads) != 0) continue;
+    if ((i + 1) % parts_of_layer() != 0) continue;
     group_of_.push_back(static_cast<int32_t>(groups_.size()));
     group.end_layer = static_cast<int32_t>(group_of_.size());
     const int64_t layers = group.end_layer - group.first_layer + 1;
-    const bool takes_more = layers * 2 * view_.num_kv_heads <= kMostParts;
+    const bool takes_more = layers <= kLinkLayers && layers * parts_of_layer() <= kMostParts;
     if (group.bytes < kGroupBytes && takes_more && i + 1 < num_parts) continue;
     groups_.push_back(group);
     group = {group.end_layer, group.end_layer, 0, 0, group.host_byte + group.bytes};
@@ -114,12 +120,14 @@ Status SequenceLink::allocate() {
     memory_ = nullptr;
     staged_bytes_ = num_sums_ = 0;
     device_fault_ = nullptr;
+    staged_.resize(std::clamp(kStagedBytes / std::max(bytes, kGroupBytes), kLeastRing, kMostRing));
     auto memory =
         std::make_unique<DeviceMemory>("layers of a sequence that is exported or imported");
     for (uint8_t*& staged : staged_) {
       if (Status s = memory->take(bytes, &staged); !s) return s;
     }
     int32_t* fault = nullptr;
+    if (Status s = memory->take(view_.num_layers * parts_of_layer(), &device_parts_); !s) return s;
     if (Status s = memory->take(blocks * kChecksumLanes, &sums_); !s) return s;
     if (Status s = memory->take(1, &fault); !s) return s;
     memory_ = std::move(memory);
@@ -170,47 +178,38 @@ Result<T*> SequenceLink::take(int64_t count) {
   return reinterpret_cast<T*>(at);
 }
 
-template <class T>
-Result<const T*> SequenceLink::put(const T* from, int64_t count) {
-  const Result<T*> to = take<T>(count);
+Result<const uint8_t*> SequenceLink::mapped(const void* from, int64_t bytes) {
+  const Result<uint8_t*> to = take<uint8_t>(bytes);
   if (!to) return to.status();
-  std::copy_n(from, count, *to);
-  return static_cast<const T*>(*to);
+  std::copy_n(static_cast<const uint8_t*>(from), bytes, *to);
+  return static_cast<const uint8_t*>(*to);
 }
 
-uint8_t* SequenceLink::join(int32_t slot, LayerTokens at) {
+const ChecksumChunk* SequenceLink::join(int32_t slot, LayerTokens at) {
   constexpr int32_t kOfThread = 16, kMostCtas = 256;
   LinkLayer layer;
-  layer.raw = view_.raw;
-  layer.laws = view_.laws;
   layer.at = at;
   layer.rows = view_.slots.raw(slot, layer_);
-  layer.bytes = staged(group_);
-  layer.parts = parts_ + int64_t{layer_} * 2 * view_.num_kv_heads;
   layer.layer = layer_;
-  layer.num_kv_heads = view_.num_kv_heads;
-  layer.comes = comes_;
-  layer.fault = device_fault_;
   const int32_t tokens = sink_count(view_.laws, at) + ring_count(view_.laws, at);
   const int32_t ctas = tokens * 2 * view_.raw.head_dim / (kOfThread * kLinkThreads) + 1;
   layer.raw_ctas = tokens > 0 ? least(kMostCtas, ctas) : 0;
   moves_.push_back(layer);
-  ++layer_;
-  return layer.bytes + layer.parts[0].first;
+  return parts_ + parts_of_layer() * layer_++;
 }
 
 // Ranges that are not checked may be long.
-Status SequenceLink::add_ranges(const PageRanges& ranges) {
+Status SequenceLink::add_ranges(const PageRanges& ranges, const PageRange& last) {
   const auto pieces_of = [](const PageRange& range) {
     const bool is_checked = range.keys.end > 0 || range.values.end > 0;
     return is_checked ? 1 : (range.bytes + kRangeBytes - 1) / kRangeBytes;
   };
-  int64_t count = 0;
+  int64_t count = pieces_of(last);
   for (const PageRange& range : ranges) count += pieces_of(range);
   const Result<PageRange*> list = take<PageRange>(count);
   if (!list) return list.status();
   PageRange* to = *list;
-  for (const PageRange& range : ranges) {
+  const auto add = [&](const PageRange& range) {
     const int64_t pieces = pieces_of(range);
     for (int64_t i = 0; i < pieces; ++i, ++to) {
       *to = range;
@@ -219,35 +218,43 @@ Status SequenceLink::add_ranges(const PageRanges& ranges) {
       to->to += i * kRangeBytes;
       to->bytes = std::min(kRangeBytes, range.bytes - i * kRangeBytes);
     }
-  }
+  };
+  for (const PageRange& range : ranges) add(range);
+  add(last);
   moves_.back().ranges = *list;
-  moves_.back().num_ranges = count;
+  moves_.back().num_ranges = static_cast<int32_t>(count);
   return layer_ == groups_[group_].end_layer ? enqueue_group() : Status::ok();
 }
 
 Status SequenceLink::move_layers() const {
-  for (const LinkLayer& move : moves_) {
-    const int64_t ctas = int64_t{move.raw_ctas} * view_.num_kv_heads + move.num_ranges;
-    if (ctas == 0) continue;
-    Status s = launch_after_previous(link_layer_kernel, static_cast<uint32_t>(ctas), kLinkThreads,
-                                     0, stream_, move);
-    if (!s) return s;
-  }
-  return Status::ok();
+  LinkCall call;
+  call.raw = view_.raw;
+  call.laws = view_.laws;
+  call.bytes = staged(group_);
+  call.parts = device_parts_;
+  call.num_kv_heads = view_.num_kv_heads;
+  call.comes = comes_;
+  call.can_prune = can_prune_;
+  call.fault = device_fault_;
+  std::copy(moves_.begin(), moves_.end(), call.layers);
+  int32_t ctas = 0;
+  for (const LinkLayer& layer : moves_) ctas = most(ctas, layer.ctas(view_.num_kv_heads));
+  if (ctas == 0) return Status::ok();
+  const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(moves_.size()));
+  return launch_after_previous(link_layers_kernel, grid, kLinkThreads, 0, stream_, call);
 }
 
 Status SequenceLink::find_checksums() const {
-  const int64_t of_layer = int64_t{2} * view_.num_kv_heads;
-  const int64_t first = groups_[group_].first_layer * of_layer;
-  const int64_t count = groups_[group_].end_layer * of_layer - first;
+  const int64_t first = groups_[group_].first_layer * parts_of_layer();
+  const int64_t count = groups_[group_].end_layer * parts_of_layer() - first;
   ChecksumCall call;
   call.bytes = staged(group_);
-  call.chunks = parts_ + first;
+  call.chunks = device_parts_ + first;
   call.sums = sums_;
   call.checksums = checksums_ + first;
   call.keys = xxh3_keys();
   int64_t most = 0;
-  for (int64_t i = 0; i < count; ++i) most = std::max(most, call.chunks[i].bytes);
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, parts_[first + i].bytes);
   constexpr int64_t kOfWarp = 4, kMostCtas = 128;
   const int64_t ctas = std::min(kMostCtas, most / (kChecksumBlock * kOfWarp * kChecksumWarps) + 1);
   const dim3 grid(static_cast<uint32_t>(ctas), static_cast<uint32_t>(count));
@@ -258,8 +265,7 @@ Status SequenceLink::find_checksums() const {
 }
 
 Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies) {
-  join(slot, at);
-  const ChecksumChunk* const parts = moves_.back().parts;
+  const ChecksumChunk* const parts = join(slot, at);
   PageRanges ranges;
   size_t count = bodies.size();
   for (const ExportedBody& body : bodies) count += body.pages.size();
@@ -267,37 +273,36 @@ Status SequenceLink::send(int32_t slot, LayerTokens at, std::span<const Exported
   for (size_t h = 0; h < bodies.size(); ++h) {
     uint8_t* to = staged(group_) + parts[2 * h + 1].first;
     const std::vector<uint8_t>& head = bodies[h].head;
-    const Result<const uint8_t*> mapped = put(head.data(), static_cast<int64_t>(head.size()));
-    if (!mapped) return mapped.status();
-    if (!head.empty()) ranges.push_back({*mapped, to, static_cast<int64_t>(head.size())});
+    const auto head_bytes = static_cast<int64_t>(head.size());
+    const Result<const uint8_t*> copy = mapped(head.data(), head_bytes);
+    if (!copy) return copy.status();
+    if (!head.empty()) ranges.push_back({*copy, to, head_bytes});
     to += head.size();
     for (const PageRange& range : bodies[h].pages) {
       ranges.push_back({range.from, to, range.bytes});
       to += range.bytes;
     }
   }
-  return add_ranges(ranges);
+  return add_ranges(ranges, {});
 }
 
 Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
-                             const PageRange& state, bool can_prune) {
-  uint8_t* const to = join(slot, at);
-  moves_.back().can_prune = can_prune;
-  const ChecksumChunk* const parts = moves_.back().parts;
-  const ChecksumChunk& last = parts[2 * view_.num_kv_heads - 1];
+                             const PageRange& state) {
+  const ChecksumChunk* const parts = join(slot, at);
+  const ChecksumChunk& last = parts[parts_of_layer() - 1];
   const int64_t bytes = last.first + last.bytes - parts[0].first;
+  uint8_t* const to = staged(group_) + parts[0].first;
   for (PageRange& range : ranges) {
     if (range.from == nullptr) continue;
     if (range.from >= from && range.from < from + bytes) {
       range.from = to + (range.from - from);
     } else {
-      const Result<const uint8_t*> mapped = put(range.from, range.bytes);
-      if (!mapped) return mapped.status();
-      range.from = *mapped;
+      const Result<const uint8_t*> copy = mapped(range.from, range.bytes);
+      if (!copy) return copy.status();
+      range.from = *copy;
     }
   }
-  ranges.push_back(state);
-  return add_ranges(ranges);
+  return add_ranges(ranges, state);
 }
 
 // The copy of a group: the first half of what comes, the second half of what leaves.
@@ -305,7 +310,7 @@ Status SequenceLink::copy_group(int32_t group) {
   const Group& of = groups_[group];
   const Event* before = nullptr;
   if (!comes_) before = &between_[group];
-  if (comes_ && group >= kRing) before = &done_[group - kRing];
+  if (comes_ && group >= ring()) before = &done_[group - ring()];
   cudaError_t error = cudaSuccess;
   if (before != nullptr) error = cudaStreamWaitEvent(copies_, event_of(*before), 0);
   uint8_t* const host = host_ + of.host_byte;
@@ -326,15 +331,15 @@ Status SequenceLink::enqueue_group() {
   }
   cudaError_t error = cudaSuccess;
   if (comes_) error = cudaStreamWaitEvent(stream_, event_of(between_[group_]), 0);
-  if (!comes_ && group_ >= kRing) {
-    error = cudaStreamWaitEvent(stream_, event_of(done_[group_ - kRing]), 0);
+  if (!comes_ && group_ >= ring()) {
+    error = cudaStreamWaitEvent(stream_, event_of(done_[group_ - ring()]), 0);
   }
   if (Status s = cuda_status(error, "link"); !s) return s;
   if (Status s = comes_ ? find_checksums() : move_layers(); !s) return s;
   if (Status s = comes_ ? move_layers() : find_checksums(); !s) return s;
   error = cudaEventRecord(event_of(comes_ ? done_[group_] : between_[group_]), stream_);
   if (Status s = cuda_status(error, "link"); !s) return s;
-  const int32_t ahead = group_ + (comes_ ? kRing : 0);
+  const int32_t ahead = group_ + (comes_ ? ring() : 0);
   ++group_;
   moves_.clear();
   const bool copies = comes_ ? is_there_ && ahead < static_cast<int32_t>(groups_.size()) : true;

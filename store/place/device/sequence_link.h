@@ -29,23 +29,27 @@ bool is_pinned(const uint8_t* from, int64_t bytes);
 class SequenceLink {
  public:
   // kOutOfMemory, kCuda.
-  static Result<std::unique_ptr<SequenceLink>> make(const DeviceStoreView& view,
+  // can_prune: tokens that come may be RawScore::kPruned.
+  static Result<std::unique_ptr<SequenceLink>> make(const DeviceStoreView& view, bool can_prune,
                                                     cudaStream_t stream);
   ~SequenceLink();
 
   // Before the layers of a sequence, which then come in their order; the one before is finished.
   // part_bytes: of all its parts (SequenceSource), which lie one behind the other in pinned memory.
-  // is_there: that memory holds what comes already, and keeps it until finish(). kOutOfMemory,
-  // kCuda.
+  // is_there: that memory holds what comes already, and keeps it until finish(); the first copies
+  // are then under way. Copies to the device on other streams may wait for them, so whoever needs
+  // host memory there before finish() has kernels read it. kOutOfMemory, kCuda.
   Status begin(std::span<const int64_t> part_bytes, uint8_t* host, bool comes, bool is_there);
   // Pinned memory of that size that stays until more is asked for: what other memory goes through.
   Result<uint8_t*> host_memory(int64_t bytes);
+  // A copy of this in memory that kernels read, until the next begin().
+  Result<const uint8_t*> mapped(const void* from, int64_t bytes);
   // bodies: [num_kv_heads].
   Status send(int32_t slot, LayerTokens at, std::span<const ExportedBody> bodies);
   // `from`: where the caller has the layer's parts, whose ranges come over the link; what ranges
   // find elsewhere is copied. state: of the layer, in pinned memory that stays until finish().
   Status receive(int32_t slot, LayerTokens at, const uint8_t* from, PageRanges ranges,
-                 const PageRange& state, bool can_prune);
+                 const PageRange& state);
   // The layers before this one are enqueued; where they come, what the stream does next finds them.
   int32_t end_layer() const { return group_ == 0 ? 0 : groups_[group_ - 1].end_layer; }
   // Where kernels that look at what came tell the least import_fault() until finish(). Device
@@ -63,7 +67,8 @@ class SequenceLink {
 
  private:
   using Event = std::shared_ptr<void>;
-  SequenceLink(const DeviceStoreView& view, cudaStream_t stream) : view_(view), stream_(stream) {}
+  SequenceLink(const DeviceStoreView& view, bool can_prune, cudaStream_t stream)
+      : view_(view), can_prune_(can_prune), stream_(stream) {}
 
   // Layers that go together, and where they are among the parts.
   struct Group {
@@ -76,28 +81,28 @@ class SequenceLink {
   // `count` of T in mapped memory that stays until the next begin().
   template <class T>
   Result<T*> take(int64_t count);
-  template <class T>
-  Result<const T*> put(const T* from, int64_t count);
-  // Takes the next layer; returns where its parts are staged.
-  uint8_t* join(int32_t slot, LayerTokens at);
+  // Takes the next layer; returns its parts, by their places in the group.
+  const ChecksumChunk* join(int32_t slot, LayerTokens at);
   // Sets what the layer that has joined moves, and enqueues its group where it is the last one.
-  Status add_ranges(const PageRanges& ranges);
+  Status add_ranges(const PageRanges& ranges, const PageRange& last);
   Status enqueue_group();
   Status copy_group(int32_t group);
   Status move_layers() const;
   Status find_checksums() const;
-  uint8_t* staged(int32_t group) const { return staged_[group % kRing]; }
+  int32_t ring() const { return static_cast<int32_t>(staged_.size()); }
+  uint8_t* staged(int32_t group) const { return staged_[group % ring()]; }
+  int64_t parts_of_layer() const { return int64_t{2} * view_.num_kv_heads; }
 
-  // Groups whose bytes are staged at once.
-  static constexpr int32_t kRing = 4;
   DeviceStoreView view_;
+  bool can_prune_;
   cudaStream_t stream_, copies_ = nullptr;
   std::unique_ptr<DeviceMemory> memory_;
   int64_t staged_bytes_ = 0, num_sums_ = 0;
-  uint8_t* staged_[kRing] = {};
+  std::vector<uint8_t*> staged_;  // groups whose bytes are staged at once
   uint64_t* sums_ = nullptr;
   int32_t* device_fault_ = nullptr;
-  std::vector<Event> between_, done_;  // [groups]: the second half may begin; both are over
+  ChecksumChunk* device_parts_ = nullptr;  // parts_
+  std::vector<Event> between_, done_;      // [groups]: the second half may begin; both are over
   std::vector<std::pair<PinnedMemory, int64_t>> lists_;
   size_t list_ = 0;         // that is being filled
   int64_t list_bytes_ = 0;  // of it
@@ -107,7 +112,7 @@ class SequenceLink {
   // About the sequence that is being moved.
   uint8_t* host_ = nullptr;
   bool comes_ = false, is_there_ = false;
-  ChecksumChunk* parts_ = nullptr;  // [parts], by their places in a group; mapped
+  ChecksumChunk* parts_ = nullptr;  // [parts], by their places in a group; pinned
   uint64_t* checksums_ = nullptr;   // [parts], mapped
   std::vector<Group> groups_;
   std::vector<int32_t> group_of_;  // [layers]

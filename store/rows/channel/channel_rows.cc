@@ -118,7 +118,6 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>&
     }
     plan->layers.push_back({counts_of(layer, end)});
     plan->first_block.push_back(first);
-    plan->counts.push_back((end - first) * heads);
     plan->blocks.push_back(std::move(blocks));
   }
   return std::unique_ptr<BodyPlan>(std::move(plan));
@@ -129,7 +128,8 @@ void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& pl
   const int32_t heads = config_.layout.num_kv_heads;
   for (size_t w = 0; w < layers.size(); ++w) {
     const int32_t bytes = block_bytes(layers[w].layer);
-    for (int32_t i = 0; i < channel.counts[w]; ++i) {
+    const auto count = static_cast<int32_t>(channel.blocks[w].size() / bytes);
+    for (int32_t i = 0; i < count; ++i) {
       const uint8_t* from = channel.blocks[w].data() + int64_t{i} * bytes;
       std::memcpy(block_at(layers[w], i % heads, channel.first_block[w] + i / heads), from, bytes);
     }
@@ -171,19 +171,17 @@ ExportedBody ChannelRows::export_body(const HostLayer& layer, int32_t kv_head) c
   return body;
 }
 
-Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const std::vector<ImportWork>& works) {
+Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const ImportWork& work) {
   auto plan = std::make_unique<ChannelPlan>();
-  for (const ImportWork& work : works) {
-    const int32_t layer = work.layer.layer, end = blocks_of(work.body_end);
-    if (!work.shared.empty()) return corrupt_body("it has codebooks");
-    for (const std::span<const uint8_t>& body : work.bodies) {
-      if (static_cast<int64_t>(body.size()) != int64_t{end} * block_bytes(layer)) {
-        return corrupt_body("wrong size");
-      }
-      plan->bodies.push_back(body);
+  const int32_t layer = work.layer.layer, end = blocks_of(work.body_end);
+  if (!work.shared.empty()) return corrupt_body("it has codebooks");
+  for (const std::span<const uint8_t>& body : work.bodies) {
+    if (static_cast<int64_t>(body.size()) != int64_t{end} * block_bytes(layer)) {
+      return corrupt_body("wrong size");
     }
-    plan->layers.push_back({counts_of(layer, end)});
   }
+  plan->bodies = work.bodies;
+  plan->layers.push_back({counts_of(layer, end)});
   return std::unique_ptr<BodyPlan>(std::move(plan));
 }
 

@@ -41,7 +41,7 @@ class ChannelRows final : public RowFormat {
     return int64_t{blocks_of(layer.at.body_end)} * block_bytes(layer.layer);
   }
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
-  Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
+  Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override;
   PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
 
   // For the same rows in device memory.
@@ -50,9 +50,9 @@ class ChannelRows final : public RowFormat {
 
  private:
   struct ChannelPlan final : BodyPlan {
-    std::vector<int32_t> first_block, counts;      // [works]: of the blocks of all kv_heads
-    std::vector<std::vector<uint8_t>> blocks;      // [works]: one behind the other, as on pages
-    std::vector<std::span<const uint8_t>> bodies;  // of an import: [num_kv_heads]
+    std::vector<int32_t> first_block;                  // [works]
+    std::vector<std::vector<uint8_t>> blocks;          // [works]: of all kv_heads, as on pages
+    std::span<const std::span<const uint8_t>> bodies;  // of an import: [num_kv_heads]
   };
   bool is_raw(int32_t layer) const { return is_raw_layer_[layer] != 0; }
   int32_t block_bytes(int32_t layer) const { return body_.block_bytes(is_raw(layer)); }

@@ -42,7 +42,7 @@ class CodedRows final : public RowFormat {
   std::vector<uint8_t> export_shared(const HostLayer& layer) const override;
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
-  Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
+  Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override;
   PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
   void finish_import(const BodyPlan& plan) override;
 

@@ -6,6 +6,7 @@
 // means (fp16 [head_dim]); of each block the units (u32, not 0) of keys, then of values, and zeros
 // up to a multiple of 16; then of each block as many times 16 bytes of keys, then of values.
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -25,9 +26,19 @@ bool all_finite(const std::vector<float>& x, size_t count) {
 // 2^16, and a turn adds two of them and of a mean, which is fp16.
 bool is_tame(const WeightedRow& row) {
   constexpr float kMost = 0x1p64f;
-  return row.value_step < kMost && row.key_step < kMost &&
-         std::all_of(row.key_weight.begin(), row.key_weight.end(),
-                     [&](float weight) { return dim_scale(row.key_step, weight) < kMost; });
+  int32_t tame = row.value_step < kMost && row.key_step < kMost ? 1 : 0;
+  for (const float weight : row.key_weight) {
+    tame &= dim_scale(row.key_step, weight) < kMost ? 1 : 0;
+  }
+  return tame != 0;
+}
+
+// What a body begins with comes out of memory while the one before it is read.
+void prefetch(std::span<const uint8_t> bytes, int64_t count) {
+  constexpr int64_t kLine = 64;
+  for (int64_t at = 0; at < std::min(count, static_cast<int64_t>(bytes.size())); at += kLine) {
+    __builtin_prefetch(bytes.data() + at);
+  }
 }
 
 }  // namespace
@@ -89,30 +100,39 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
   state.mean.logs = in.i64();
   if (!state.mean.is_sound()) return corrupt_body("its mean is impossible");
   std::vector<uint16_t> means(shape_.head_dim);
+  const int64_t means_bytes = int64_t{2} * shape_.head_dim;
   if (draft->fixed) {
     state.key_step = in.f32();
     state.value_step = in.f32();
     if (in.u64() != 0) return corrupt_body("its steps are impossible");
-    for (uint16_t& x : means) x = in.u16();
+    const uint8_t* const from = in.take(means_bytes);
+    if (from != nullptr) std::memcpy(means.data(), from, means_bytes);
     rows->push_back(row_of(work.layer.layer, kv_head, state, means.data()));
     if (Status s = rows->back().validate(); !s) return corrupt_body(s.message());
   }
   draft->rows.push_back(state);
-  draft->means.push_back(means);
+  draft->means.push_back(std::move(means));
   const uint32_t most_units =
       static_cast<uint32_t>(least(shape_.page_units, shape_.largest_block_bytes() / kUnitBytes));
   const int32_t count = 2 * draft->end_block, padded = static_cast<int32_t>(round_up(count, 4));
   const uint8_t* const units = in.take(size_t{4} * padded);
   if (units == nullptr) return corrupt_body("it ends too early");
   uint64_t sum = 0;
-  for (int32_t i = 0; i < padded; ++i) {
-    const uint32_t size = load_u32(units + size_t{4} * i);
-    if ((size == 0) != (i >= count)) return corrupt_body("a block is empty");
-    if (size > most_units) return corrupt_body("a block is too long");
-    sum += size;
-    // In the order of the pages.
-    if (i < count) draft->units[(i / 2 * shape_.num_kv_heads + kv_head) * 2 + i % 2] = size;
+  uint32_t largest = 0;
+  int32_t empty = 0;
+  uint32_t* to = draft->units.data() + size_t{2} * kv_head;  // in the order of the pages
+  for (int32_t i = 0; i < count; i += 2, to += 2 * shape_.num_kv_heads) {
+    for (int32_t c = 0; c < 2; ++c) {
+      const uint32_t size = load_u32(units + size_t{4} * (i + c));
+      to[c] = size;
+      sum += size;
+      largest = std::max(largest, size);
+      empty |= size == 0 ? 1 : 0;
+    }
   }
+  for (int32_t i = count; i < padded; ++i) empty |= load_u32(units + size_t{4} * i) != 0 ? 1 : 0;
+  if (empty != 0) return corrupt_body("a block is empty");
+  if (largest > most_units) return corrupt_body("a block is too long");
   draft->brought.push_back(in.take(sum * kUnitBytes));
   if (!in.ok()) return corrupt_body("it ends too early");
   return in.at_end() ? Status::ok() : corrupt_body("wrong size");
@@ -136,7 +156,9 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs, Layer
   draft->end_block = block_count(work.body_end);
   draft->units.resize(size_t{2} * draft->end_block * heads);
   std::vector<WeightedRow> rows;
+  rows.reserve(heads);
   for (int32_t h = 0; h < heads; ++h) {
+    if (h + 1 < heads) prefetch(work.bodies[h + 1], head_bytes(true, draft->end_block));
     Status s = import_row(work, h, draft, &rows);
     if (!s) return s.with_context("kv_head " + std::to_string(h));
   }
@@ -195,18 +217,16 @@ Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs, Layer
   return Status::ok();
 }
 
-Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const std::vector<ImportWork>& works) {
+Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const ImportWork& work) {
   auto plan = std::make_unique<CodedPlan>();
   bool is_left = false;
-  for (const ImportWork& work : works) {
-    const int32_t layer = work.layer.layer;
-    LayerBooks books;
-    LayerDraft& draft = plan->drafts.emplace_back();
-    Status s = import_layer(work, &books, &draft, &is_left);
-    if (!s) return s.with_context("layer " + std::to_string(layer));
-    if (books_[layer].empty() && !books.empty()) plan->made[layer] = std::move(books);
-    add_layer_plan(work.layer, &draft, plan.get());
-  }
+  LayerBooks books;
+  LayerDraft& draft = plan->drafts.emplace_back();
+  const int32_t layer = work.layer.layer;
+  Status s = import_layer(work, &books, &draft, &is_left);
+  if (!s) return s.with_context("layer " + std::to_string(layer));
+  if (books_[layer].empty() && !books.empty()) plan->made[layer] = std::move(books);
+  add_layer_plan(work.layer, &draft, plan.get());
   return std::unique_ptr<BodyPlan>(is_left ? nullptr : std::move(plan));
 }
 

@@ -45,7 +45,7 @@ class TiersRows final : public RowFormat {
   std::vector<uint8_t> identity() const override;
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
-  Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
+  Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override;
   PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
   void clear_behind(const HostLayer& layer) override;
 

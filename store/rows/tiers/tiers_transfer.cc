@@ -184,27 +184,20 @@ void TiersRows::clear_behind(const HostLayer& layer) {
   }
 }
 
-Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<ImportWork>& works) {
+Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const ImportWork& work) {
   auto plan = std::make_unique<TiersPlan>();
-  const int32_t heads = shape_.num_kv_heads;
-  const auto rows = static_cast<int64_t>(works.size()) * heads;
-  plan->rows.resize(rows, draft_behind({}, config_.sink_tokens));
-  for (int64_t i = 0; i < rows; ++i) {
-    const ImportWork& work = works[i / heads];
-    const auto h = static_cast<int32_t>(i % heads);
-    const Status row = work.shared.empty() ? import_row(work, h, &plan->rows[i])
-                                           : corrupt_body("it has a shared part");
-    if (row) continue;
-    return row.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
-                            std::to_string(h));
-  }
-  for (size_t w = 0; w < works.size(); ++w) {
-    LayerPlan layer;
-    for (int32_t h = 0; h < heads; ++h) {
-      layer.tokens.push_back(units_of(works[w].layer.layer, h, plan->rows[w * heads + h].row));
+  LayerPlan layer;
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    RowDraft& draft = plan->rows.emplace_back(draft_behind({}, config_.sink_tokens));
+    const Status row =
+        work.shared.empty() ? import_row(work, h, &draft) : corrupt_body("it has a shared part");
+    if (!row) {
+      return row.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
+                              std::to_string(h));
     }
-    plan->layers.push_back(std::move(layer));
+    layer.tokens.push_back(units_of(work.layer.layer, h, draft.row));
   }
+  plan->layers.push_back(std::move(layer));
   return std::unique_ptr<BodyPlan>(std::move(plan));
 }
 

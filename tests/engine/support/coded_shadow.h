@@ -184,10 +184,16 @@ struct Call {
   }
 };
 
+// How often what was compared.
+struct Seen {
+  int64_t blocks = 0, continued = 0, captured = 0, reads = 0, restored = 0, answers = 0;
+};
+
 // CodedRows, beside which a device does the same.
 class Shadowed final : public RowFormat {
  public:
-  Shadowed(const StoreConfig& config, std::mt19937* rng) : config_(config), rng_(rng) {
+  Shadowed(const StoreConfig& config, std::mt19937* rng, Seen* seen)
+      : config_(config), rng_(rng), seen_(seen) {
     inner_ = std::move(*make_coded_rows(config));
     other_ = std::move(*make_coded_rows(config));
     coded_ = static_cast<CodedRows*>(inner_.get());
@@ -195,6 +201,7 @@ class Shadowed final : public RowFormat {
     if ((*rng)() % 2 == 0) device_->set_staging_bytes(1);
   }
   void begin(HostPlace* place) {
+    host_pages_ = &place->pages();
     copy_ = std::make_unique<Copy>(config_, *inner_, place);
     const Status s = device_->bind(copy_->view(), &fault_, nullptr);
     ASSERT_TRUE(s) << s.message();
@@ -265,15 +272,9 @@ class Shadowed final : public RowFormat {
                     0.001 + 2 * off * sizes[d] / sum)
             << "line " << i << " dim " << d;
       }
-      ++answers_;
+      ++seen_->answers;
     }
   }
-  int64_t answers() const { return answers_; }
-  int64_t blocks() const { return blocks_; }
-  int64_t continued() const { return continued_; }
-  int64_t captured() const { return captured_; }
-  int64_t reads() const { return reads_; }
-  int64_t restored() const { return restored_; }
 
   const FormatSizes& sizes() const override { return inner_->sizes(); }
   void bind(const PagesView& pages) override { inner_->bind(pages); }
@@ -293,7 +294,7 @@ class Shadowed final : public RowFormat {
     DeviceWorks& of_device = call_->works;
     cuts_ = device_->may_rewrite(of_device);
     is_captured_ = !cuts_ && (*rng_)() % 2 == 0 && device_->require_capturable(of_device);
-    if (is_captured_) of_device.moves = nullptr, ++captured_;
+    if (is_captured_) of_device.moves = nullptr, ++seen_->captured;
     const Status planned = device_->plan(of_device, {call_->kept.data(), call_->target.data()});
     Result<std::unique_ptr<BodyPlan>> plan = inner_->plan(works);
     if (!plan) {
@@ -334,7 +335,7 @@ class Shadowed final : public RowFormat {
       ASSERT_EQ(got[0][at], rounded(dtype, k[i])) << "position " << first + i / dim;
       ASSERT_EQ(got[1][at], rounded(dtype, v[i])) << "position " << first + i / dim;
     }
-    ++reads_;
+    ++seen_->reads;
   }
   void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
                     RawScore* scores) const override {
@@ -361,7 +362,7 @@ class Shadowed final : public RowFormat {
         ASSERT_EQ(got, rounded(DType::kFloat16, x[static_cast<int32_t>(c)][i]));
       }
     }
-    ++restored_;
+    ++seen_->restored;
   }
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override {
     return inner_->cut_counts(layer, body_end);
@@ -386,8 +387,8 @@ class Shadowed final : public RowFormat {
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override {
     return inner_->export_body(layer, kv_head);
   }
-  Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override {
-    return inner_->plan_import(works);
+  Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override {
+    return inner_->plan_import(work);
   }
   PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override {
     return inner_->place_import(layer, plan);
@@ -455,23 +456,21 @@ class Shadowed final : public RowFormat {
           ASSERT_EQ(got.units, expected.units) << "block " << b << " kv_head " << h;
           ASSERT_EQ(got.bytes, expected.bytes)
               << "block " << b << " kv_head " << h << " component " << static_cast<int32_t>(c);
-          ++blocks_;
+          ++seen_->blocks;
         }
       }
     }
-    continued_ += work.layer.at.body_end % kBlockTokens != 0;
+    seen_->continued += work.layer.at.body_end % kBlockTokens != 0;
     const auto books = [&](const RowFormat& of) {
       return static_cast<const CodedRows&>(of).books(layer).bytes;
     };
     EXPECT_EQ(books(*inner_), books(*other_));
   }
 
- public:
-  const PagesView* host_pages_ = nullptr;
-
- private:
   StoreConfig config_;
   std::mt19937* rng_;
+  Seen* seen_;
+  const PagesView* host_pages_ = nullptr;
   std::unique_ptr<RowFormat> inner_, other_;
   CodedRows* coded_;
   std::unique_ptr<DeviceCodedRows> device_;
@@ -480,10 +479,27 @@ class Shadowed final : public RowFormat {
   std::unique_ptr<Call> call_;
   std::vector<BodyWork> works_;
   bool cuts_ = false, is_captured_ = false;
-  int64_t blocks_ = 0, continued_ = 0, captured_ = 0;
-  int64_t answers_ = 0;
   std::map<std::pair<int32_t, int32_t>, int32_t> body_ends_;  // by slot and layer
-  mutable int64_t reads_ = 0, restored_ = 0;
+};
+
+// A store of such rows.
+struct ShadowedStore {
+  Shadowed* rows;
+  std::unique_ptr<KvStore> engine;
+
+  ShadowedStore(const StoreConfig& config, std::mt19937* rng, Seen* seen) {
+    auto format = std::make_unique<Shadowed>(config, rng, seen);
+    rows = format.get();
+    auto place = HostPlace::make(config, std::move(format));
+    const TokenLaws laws = (*place)->laws();
+    rows->begin(place->get());
+    engine = Engine::make(config, laws, std::move(*place));
+  }
+  Result<SequenceId> add() {
+    const Result<SequenceId> id = engine->add_sequence();
+    if (id) rows->open(id->slot);
+    return id;
+  }
 };
 
 }  // namespace tierkv::store::test

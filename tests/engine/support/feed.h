@@ -59,6 +59,20 @@ struct OneSequence {
 
   explicit OneSequence(const StoreConfig& config)
       : store(config), id(*store.engine->add_sequence()) {}
+  // That has the first tokens of the feed.
+  OneSequence(const StoreConfig& config, const Feed& feed, int32_t tokens) : OneSequence(config) {
+    const Status s = feed.give(store.engine.get(), id, 0, tokens);
+    EXPECT_TRUE(s) << s.message();
+  }
+  // Of the sequence that has these tokens, given as one chunk.
+  store::LayerMoves layers(int32_t tokens) const {
+    store::LayerMoves moves;
+    const store::LayerTokens at = store::after_append(store.place->laws(), {}, tokens);
+    for (int32_t l = 0; l < store.engine->config().layout.num_layers; ++l) {
+      moves.push_back({id.slot, l, at, at});
+    }
+    return moves;
+  }
   std::vector<uint8_t> bytes() {
     Result<std::vector<uint8_t>> exported = store.engine->export_sequence(id);
     EXPECT_TRUE(exported) << exported.status().message();

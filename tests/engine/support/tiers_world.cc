@@ -29,24 +29,7 @@ StoreConfig tiers_config(int32_t head_dim, int32_t pages, bool raw, std::mt19937
   }
   tiers.rotate_values = (*rng)() % 4 != 0;
   config.format = tiers;
-  if ((*rng)() % 2 == 0) {
-    auto profile = std::make_shared<Profile>();
-    profile->model_id = "random";
-    profile->num_layers = layout.num_layers;
-    profile->num_q_heads = layout.num_q_heads;
-    profile->num_kv_heads = layout.num_kv_heads;
-    profile->head_dim = head_dim;
-    profile->sm_scale = layout.sm_scale;
-    std::normal_distribution<float> normal;
-    for (int32_t r = 0; r < layout.num_layers * layout.num_kv_heads; ++r) {
-      RowProfile row;
-      for (int32_t d = 0; d < head_dim; ++d) row.key_mean.push_back(2 * normal(*rng));
-      row.value_mean.assign(head_dim, 0.0f);
-      row.query_trace = row.value_signal = 1;
-      profile->rows.push_back(row);
-    }
-    config.profile = profile;
-  }
+  if ((*rng)() % 2 == 0) config.profile = random_profile(layout, {}, rng);
   give_pages(pages, &config);
   return config;
 }
@@ -208,13 +191,7 @@ void TiersWorld::move(Live* live) {
 }
 
 void TiersWorld::step() {
-  if (live_.empty()) {
-    const Result<SequenceId> id = store_.engine->add_sequence();
-    ASSERT_TRUE(id) << id.status().message();
-    live_.push_back({*id, model_.empty()});
-    return;
-  }
-  const int32_t what = pick(0, 20);
+  const int32_t what = live_.empty() ? 20 : pick(0, 20);
   if (what < 10) return extend(&any());
   if (what < 13) return attend(&any(), pick(0, config_.layout.num_layers - 1));
   if (what < 15) return fork();

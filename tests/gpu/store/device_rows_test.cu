@@ -33,16 +33,23 @@ class ManagedMemory final : public TwinMemory {
   std::vector<void*> taken_;
 };
 
-class DeviceRows : public RandomTest {};
+class DeviceRows : public RandomTest {
+ protected:
+  void soak(const StoreConfig& config, const RowsTwin::MakeFormat& make,
+            const RowsTwin::PageBytes& page_bytes) {
+    SCOPED_TRACE(::testing::Message() << "head_dim " << config.layout.head_dim << ", raw layers "
+                                      << config.raw_layers.size());
+    ManagedMemory memory;
+    RowsTwin(config, &memory, make, page_bytes, &rng_).soak(30, 300, 1);
+  }
+};
 
-TEST_F(DeviceRows, TiersAreTheHosts) {
+TEST_F(DeviceRows, AreTheHosts) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
     for (const bool raw : {false, true}) {
-      const StoreConfig config = tiers_config(head_dim, 2000, raw, &rng_);
-      SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << ", raw layer " << raw);
-      ManagedMemory memory;
-      RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
-      twin.soak(30, 300, 1);
+      soak(tiers_config(head_dim, 2000, raw, &rng_), make_device_tiers_rows, tiers_page_bytes);
+      if (HasFatalFailure()) return;
+      soak(channel_config(head_dim, raw, &rng_), make_device_channel_rows, channel_page_bytes);
       if (HasFatalFailure()) return;
     }
   }
@@ -56,9 +63,7 @@ TEST_F(DeviceRows, TiersOfOneClassAreTheHosts) {
     format.classes.resize(1);
     format.class_of_head.clear();
     give_pages(2000, &config);
-    ManagedMemory memory;
-    RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
-    twin.soak(30, 300, 1);
+    soak(config, make_device_tiers_rows, tiers_page_bytes);
     if (HasFatalFailure()) return;
   }
 }
@@ -73,23 +78,8 @@ TEST_F(DeviceRows, TiersOfFourClassesAreTheHosts) {
     format.classes.push_back({token_wise_tier(8, 8), token_wise_tier(2, 2), 1.5, 0.1});
     for (uint8_t& c : format.class_of_head) c = static_cast<uint8_t>(pick(0, 3));
     give_pages(2000, &config);
-    ManagedMemory memory;
-    RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
-    twin.soak(20, 300, 1);
+    soak(config, make_device_tiers_rows, tiers_page_bytes);
     if (HasFatalFailure()) return;
-  }
-}
-
-TEST_F(DeviceRows, ChannelBlocksAreTheHosts) {
-  for (const int32_t head_dim : {64, 96, 128, 256}) {
-    for (const bool raw : {false, true}) {
-      const StoreConfig config = channel_config(head_dim, raw, &rng_);
-      SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << ", raw layer " << raw);
-      ManagedMemory memory;
-      RowsTwin twin(config, &memory, make_device_channel_rows, channel_page_bytes, &rng_);
-      twin.soak(30, 300, 1);
-      if (HasFatalFailure()) return;
-    }
   }
 }
 

@@ -72,7 +72,6 @@ class KvStoreTwins : public ::testing::TestWithParam<TwinCase>, protected FreshR
  protected:
   void live_together(int32_t calls) {
     KvTwins twins(twin_config(GetParam().choice), &rng_);
-    ASSERT_TRUE(twins.is_made());
     testing::live_together(&twins, calls, GetParam().longest, true);
   }
 };
@@ -87,7 +86,6 @@ TEST_P(KvStoreTwins, SmallHoldTheSameBytes) {
 // Wherever its token goes: sinks, the body or the window.
 TEST_P(KvStoreTwins, SmallTellAnElementThatIsNotFinite) {
   KvTwins twins(twin_config(GetParam().choice), &rng_);
-  ASSERT_TRUE(twins.is_made());
   const TwinChoice& choice = GetParam().choice;
   const int32_t tokens = GetParam().longest / 2;
   for (int32_t turn = 0; turn < 8; ++turn) {
@@ -111,13 +109,37 @@ TEST_P(KvStoreTwins, SmallTellAnElementThatIsNotFinite) {
   }
 }
 
+// Calls that were captured.
+class Graph {
+ public:
+  template <class Make>
+  Graph(cudaStream_t stream, const Make& make) : stream_(stream) {
+    EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    KvTwins::expect_ok(make());
+    EXPECT_EQ(cudaStreamEndCapture(stream, &graph_), cudaSuccess);
+    EXPECT_EQ(cudaGraphInstantiate(&exec_, graph_, 0), cudaSuccess);
+  }
+  ~Graph() {
+    cudaGraphExecDestroy(exec_);
+    cudaGraphDestroy(graph_);
+  }
+  void launch_and_wait() {
+    ASSERT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t exec_ = nullptr;
+};
+
 // A captured step, replayed: inputs and outputs stay where they are.
 TEST_P(KvStoreTwins, ReplayACapturedStep) {
   const TwinChoice& choice = GetParam().choice;
   const StoreConfig config = twin_config(choice);
   const CacheLayout& l = config.layout;
   KvTwins twins(config, &rng_);
-  ASSERT_TRUE(twins.is_made());
   twins.add();
   twins.add();
   const bool has_bodies = GetParam().longest > choice.window;
@@ -132,15 +154,11 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
   const size_t queries = who.size() * n * l.num_q_heads * l.head_dim;
   const size_t lines = queries / l.head_dim;
   Buffer k, v, q, out, lse;
-  std::vector<uint16_t*> k_at, v_at;
   uint16_t* all_k = twins.put(&k, std::vector<uint16_t>(values * l.num_layers));
   uint16_t* all_v = twins.put(&v, std::vector<uint16_t>(values * l.num_layers));
   uint16_t* all_q = twins.put(&q, std::vector<uint16_t>(queries * l.num_layers));
   uint16_t* all_out = twins.put(&out, std::vector<uint16_t>(queries * l.num_layers, 0x7e00));
   float* all_lse = twins.put(&lse, std::vector<float>(lines * l.num_layers, NAN));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
   const auto make_step = [&]() -> Status {
     if (Status s = twins.device().begin(ids.device_list(), n); !s) return s;
     for (int32_t layer = 0; layer < l.num_layers; ++layer) {
@@ -162,10 +180,8 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
     }
     return Status::ok();
   };
-  const Status captured = make_step();
-  ASSERT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
-  ASSERT_TRUE(captured) << captured.message();
-  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  Graph step(twins.stream(), make_step);
+  ASSERT_FALSE(HasFailure());
   for (int32_t i = 0; i < replays; ++i) {
     SCOPED_TRACE("replay " + std::to_string(i));
     TwinTokens x = twins.draw(who.size(), n);
@@ -178,8 +194,7 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
     twins.put(&v, x.v);
     twins.put(&q, drawn);
     if (i > 0) KvTwins::expect_ok(twins.device().note_replay(ids.device_list(), n));
-    ASSERT_EQ(cudaGraphLaunch(exec, twins.stream()), cudaSuccess);
-    ASSERT_EQ(cudaStreamSynchronize(twins.stream()), cudaSuccess);
+    step.launch_and_wait();
     KvTwins::expect_ok(twins.host().begin(ids.host_list(), n));
     std::vector<uint16_t> expected(drawn.size());
     std::vector<float> expected_lse(lines * l.num_layers);
@@ -203,27 +218,22 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
   twins.expect_equal();
   twins.extend({0, 1}, 3);  // and on without the graph
   twins.expect_equal();
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
 }
 
 TEST_P(KvStoreTwins, SmallCountQueries) {
   KvTwins twins(twin_config(GetParam().choice), &rng_);
-  ASSERT_TRUE(twins.is_made());
   expect_counted(&twins, std::min(150, GetParam().longest - 20));
 }
 
 TEST_P(KvStoreTwins, SmallTakeQueries) {
   for (const int32_t query_stride : {1, 16}) {
     KvTwins twins(twin_config(GetParam().choice), &rng_);
-    ASSERT_TRUE(twins.is_made());
     EXPECT_TRUE(expect_queries(&twins, GetParam().longest - 20, query_stride));
   }
 }
 
 TEST_P(KvStoreTwins, SmallHostileBodies) {
   KvTwins twins(twin_config(GetParam().choice), &rng_);
-  ASSERT_TRUE(twins.is_made());
   twins.add();
   twins.extend({0}, GetParam().longest - 20);
   const int32_t refused = expect_hostile(&twins, 0, 40);
@@ -249,7 +259,6 @@ TEST_F(KvStoreSteps, OfMoreBlocksThanStagingMemoryHolds) {
   ASSERT_GT(int64_t{kSequences} * choice.num_layers * choice.num_kv_heads * 2 * 64 * 128 * 2,
             int64_t{64} << 20);
   KvTwins twins(twin_config(choice), &rng_);
-  ASSERT_TRUE(twins.is_made());
   twins.add();
   twins.extend({0}, twins.pick(400, 415));
   std::vector<size_t> who = {0};
@@ -263,29 +272,27 @@ TEST_F(KvStoreSteps, OfMoreBlocksThanStagingMemoryHolds) {
   Buffer k, v;
   const std::vector<uint16_t> poison(values * choice.num_layers, 0x7e00);
   uint16_t *const all_k = twins.put(&k, poison), *const all_v = twins.put(&v, poison);
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  KvTwins::expect_ok(twins.device().begin(ids.device_list(), 1));
-  for (int32_t layer = 0; layer < choice.num_layers; ++layer) {
-    LayerAppend a;
-    a.sequences = ids.device_list();
-    a.layer = layer;
-    a.tokens = 1;
-    a.k = all_k + layer * values;
-    a.v = all_v + layer * values;
-    KvTwins::expect_ok(twins.device().append(a));
-  }
-  ASSERT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
-  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  Graph step(twins.stream(), [&]() -> Status {
+    if (Status s = twins.device().begin(ids.device_list(), 1); !s) return s;
+    for (int32_t layer = 0; layer < choice.num_layers; ++layer) {
+      LayerAppend a;
+      a.sequences = ids.device_list();
+      a.layer = layer;
+      a.tokens = 1;
+      a.k = all_k + layer * values;
+      a.v = all_v + layer * values;
+      if (Status s = twins.device().append(a); !s) return s;
+    }
+    return Status::ok();
+  });
+  ASSERT_FALSE(HasFailure());
   for (int32_t i = 0; i < kReplays; ++i) {
     TwinTokens x = twins.draw(who.size(), 1);
     x.significance.clear();
     twins.put(&k, x.k);
     twins.put(&v, x.v);
     if (i > 0) KvTwins::expect_ok(twins.device().note_replay(ids.device_list(), 1));
-    ASSERT_EQ(cudaGraphLaunch(exec, twins.stream()), cudaSuccess);
-    ASSERT_EQ(cudaStreamSynchronize(twins.stream()), cudaSuccess);
+    step.launch_and_wait();
     KvTwins::expect_ok(twins.host().begin(ids.host_list(), 1));
     for (int32_t layer = 0; layer < choice.num_layers; ++layer) {
       KvTwins::expect_ok(twins.host().append(twins.call(ids.host_list(), layer, 1, x, nullptr)));
@@ -293,8 +300,6 @@ TEST_F(KvStoreSteps, OfMoreBlocksThanStagingMemoryHolds) {
     for (const size_t w : who) ++twins.live()[w].tokens;
   }
   twins.expect_equal();
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
 }
 
 // Out of pages anywhere: the call has changed nothing and can be made again after a release.
@@ -316,7 +321,6 @@ class KvStorePages : public RandomTest {
     choice.memory_bytes += 1 << 20;
     const StoreConfig config = twin_config(choice);
     KvTwins twins(config, &rng_);
-    ASSERT_TRUE(twins.is_made());
     KvStore& store = twins.device();
     const CacheLayout& l = config.layout;
     int32_t refused = 0;
@@ -378,7 +382,6 @@ TEST_F(KvStorePages, CodedRunOut) {
 // Usage of both is that of the same sequences.
 TEST_P(KvStoreTwins, SmallUsage) {
   KvTwins twins(twin_config(GetParam().choice), &rng_);
-  ASSERT_TRUE(twins.is_made());
   twins.add();
   twins.extend({0}, std::min(290, GetParam().longest - 20));
   twins.fork(0);
@@ -405,7 +408,6 @@ TEST_F(KvStorePages, SmallCallsOfOthersComeBetween) {
 TEST(KvStoreFaults, SmallValuesAreToldLate) {
   std::mt19937 rng(1);
   KvTwins twins(twin_config(without_bodies(64, 1)), &rng);
-  ASSERT_TRUE(twins.is_made());
   twins.add();
   TwinTokens x = twins.draw(1, 3);
   x.significance.clear();
@@ -431,7 +433,6 @@ TEST(KvStoreFaults, SmallWhatADeviceLacksIsNamed) {
   std::mt19937 rng(1);
   TwinChoice choice = without_bodies(64, 1);
   KvTwins twins(twin_config(choice), &rng);
-  ASSERT_TRUE(twins.is_made());
   twins.add();
   twins.extend({0}, 20);
   LayerAttend a;

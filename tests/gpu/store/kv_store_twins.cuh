@@ -10,6 +10,7 @@
 #include <cmath>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,7 +27,7 @@ struct TwinChoice {
   int32_t head_dim = 64, num_kv_heads = 2, group = 2, num_layers = 2;
   int32_t max_sequences = 4, max_tokens = 700;
   int32_t window = 64, sinks = 4;
-  int64_t memory_bytes = int64_t{1} << 28;
+  int64_t memory_bytes = int64_t{1} << 27;
   DType dtype = DType::kFloat16;
   RopePairing pairing = RopePairing::kHalves;
   int32_t rotary_dims = 0;  // 0: all
@@ -73,20 +74,21 @@ class KvTwins {
     int32_t cut_at = 0;  // where the last truncation ended; the body may end there
   };
 
+  // Throws where a store is not made.
   KvTwins(const StoreConfig& config, std::mt19937* rng) : config_(config), rng_(*rng) {
     EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
     auto host = KvStore::create(config);
     auto device = KvStore::create_device(config, stream_);
-    EXPECT_TRUE(host.is_ok()) << host.status().message();
-    EXPECT_TRUE(device.is_ok()) << device.status().message();
-    if (host) host_ = std::move(*host);
-    if (device) device_ = std::move(*device);
+    for (const Status& s : {host.status(), device.status()}) {
+      if (!s) throw std::runtime_error(s.message());
+    }
+    host_ = std::move(*host);
+    device_ = std::move(*device);
   }
   ~KvTwins() {
     device_.reset();
     cudaStreamDestroy(stream_);
   }
-  bool is_made() const { return host_ != nullptr && device_ != nullptr; }
 
   KvStore& host() { return *host_; }
   KvStore& device() { return *device_; }

@@ -10,8 +10,8 @@
 #include <memory>
 #include <vector>
 
+#include "tests/engine/support/changed_bytes.h"
 #include "tests/gpu/store/kv_store_twins.cuh"
-#include "tierkv/container.h"
 
 namespace tierkv::testing {
 
@@ -46,27 +46,19 @@ inline void exchange(KvTwins* t, size_t i) {
 inline int32_t expect_hostile(KvTwins* t, size_t i, int32_t tries) {
   const auto bytes = t->host().export_sequence(t->live()[i].host);
   EXPECT_TRUE(bytes);
-  const auto reader = ContainerReader::from_bytes(*bytes, "sequence");
-  const auto chunks = static_cast<int32_t>(reader->chunks().size());
+  const std::vector<ChunkEntry> chunks = chunks_of(*bytes);
+  const auto count = static_cast<int32_t>(chunks.size());
   const int64_t free = t->device().usage()->pages_free;
   int32_t refused = 0;
   for (int32_t tried = 0; tried < tries; ++tried) {
-    int32_t victim = t->pick(0, chunks - 1);
-    while (reader->chunks()[victim].key.kind != ChunkKind::kStorePage) {
-      victim = (victim + 1) % chunks;
-    }
-    std::vector<ChunkBlock> blocks(1);
-    for (int32_t c = 0; c < chunks; ++c) {
-      std::vector<uint8_t> payload;
-      EXPECT_TRUE(reader->read(c, &payload));
-      if (c == victim && !payload.empty()) {
-        // Often near the end, where slots have no token.
-        const auto size = static_cast<int32_t>(payload.size());
-        payload[t->pick(t->chance(0.5) ? 0 : size - size / 8 - 1, size - 1)] ^= 1 << t->pick(0, 7);
-      }
-      blocks[0].add(reader->chunks()[c].key, payload);
-    }
-    const std::vector<uint8_t> bad = assemble_container(blocks);
+    int32_t victim = t->pick(0, count - 1);
+    while (chunks[victim].key.kind != ChunkKind::kStorePage) victim = (victim + 1) % count;
+    const auto bad = changed_bytes(*bytes, [&](size_t c, std::vector<uint8_t>* payload) {
+      if (c != static_cast<size_t>(victim) || payload->empty()) return;
+      // Often near the end, where slots have no token.
+      const auto size = static_cast<int32_t>(payload->size());
+      (*payload)[t->pick(t->chance(0.5) ? 0 : size - size / 8 - 1, size - 1)] ^= 1 << t->pick(0, 7);
+    });
     const auto a = t->host().import_sequence(bad.data(), bad.size());
     const auto b = t->device().import_sequence(bad.data(), bad.size());
     EXPECT_EQ(a.status().code(), b.status().code());
