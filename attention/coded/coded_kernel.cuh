@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
   const auto cta = static_cast<int32_t>(blockIdx.x);
   const TableFill key_fill(call.keys.codebook), value_fill(call.values.codebook);
   WarpItems items{call};
-  const ItemShares shares = item_shares(params, grid.warps);
+  const ItemShares shares = item_shares(params);
   int32_t number = shares.number(cta, warp);
   const bool any = items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1));
   // The first blocks are on their way while the tables are filled.

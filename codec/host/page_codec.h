@@ -65,9 +65,6 @@ inline float page_score(const HostPage& page, int32_t slot) {
   memcpy(&score, page.bytes + page.layout.score_byte(slot), 4);
   return score;
 }
-inline void set_page_score(const HostPage& page, int32_t slot, float score) {
-  memcpy(page.bytes + page.layout.score_byte(slot), &score, 4);
-}
 inline int32_t page_position(const HostPage& page, int32_t slot) {
   if (!page.layout.has_records()) return kNoPosition;
   int32_t position;
@@ -77,7 +74,7 @@ inline int32_t page_position(const HostPage& page, int32_t slot) {
 // Nothing where the page has no records.
 inline void set_page_record(const HostPage& page, int32_t slot, float score, int32_t position) {
   if (!page.layout.has_records()) return;
-  set_page_score(page, slot, score);
+  memcpy(page.bytes + page.layout.score_byte(slot), &score, 4);
   memcpy(page.bytes + page.layout.position_byte(slot), &position, 4);
 }
 
