@@ -16,7 +16,7 @@ struct alignas(16) KeptRow {
   uint32_t cost;
 
   __device__ uint32_t tiles() const {
-    const int32_t all = tiles_of(tokens[0]) + tiles_of(tokens[1]) + tiles_of(tokens[2]);
+    const int32_t all = tile_count(tokens[0]) + tile_count(tokens[1]) + tile_count(tokens[2]);
     return static_cast<uint32_t>(all > 0 ? all : 1);
   }
 };
