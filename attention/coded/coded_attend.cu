@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention/coded/coded_join.cuh"
+#include "attention/coded/raw_rows.cuh"
 #include "attention/core/workspace.h"
 #include "codec/format/head_dim.h"
 #include "codec/gpu/coded/coded_stream.cuh"
@@ -92,7 +93,10 @@ CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionG
 }  // namespace
 
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
-  if (call.raw_blocks) return find_raw_rows_kernel(call.head_dim);
+  if (call.raw_blocks) {
+    return with_head_dim(call.head_dim,
+                         [](auto dim) -> CodedKernel { return raw_rows_kernel<dim / kDimBlock>; });
+  }
   switch (call.weighted.pairing) {
     case RopePairing::kHalves:
       return weighted_kernel<RopePairing::kHalves>(call, copies_log);

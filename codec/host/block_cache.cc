@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "codec/format/element.h"
+#include "codec/format/errors.h"
 #include "codec/host/page_codec.h"
-#include "codec/host/page_codec_checks.h"
 
 namespace tierkv {
 namespace {

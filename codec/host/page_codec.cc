@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "codec/format/element.h"
-#include "codec/host/page_codec_checks.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 namespace {
@@ -43,6 +43,7 @@ Status check_page(const HostPage& page) {
   for (const Component c : kComponents) {
     if (!is_page_rule(page.rule_of(c), page.layout.tile(c).type)) {
       return invalid("rule is none that pages of these bits have");
+    }
   }
   return Status::ok();
 }
