@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Barriers in shared memory that copies end, and arrivals in global memory.
+// Barriers in shared memory that copies end.
 //
 // Barriers of a warp's copies count one arrival per phase on sm_90, where the copy engine reports
 // its bytes, and one per lane of the warp before, where the lanes copy.
@@ -76,19 +76,6 @@ __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
 }
 __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
   arrive_after_copies(shared_address(barrier));
-}
-
-// ---- memory order between CTAs ----
-
-// Everything this CTA wrote before (ordered by a barrier among its threads) is visible to whoever
-// sees the new count.
-__device__ __forceinline__ int32_t arrive_acq_rel(int32_t* counter) {
-  int32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-               : "=r"(before)
-               : "l"(counter)
-               : "memory");
-  return before;
 }
 
 // Reads shared memory into which no copy is under way; the tests' emulator checks that.

@@ -17,12 +17,6 @@ struct CopyPiece {
   const uint8_t* from;
   uint32_t bytes;
 };
-// The same, to a shared address.
-struct LanePiece {
-  uint32_t to;
-  const uint8_t* from;
-  uint32_t bytes;
-};
 inline constexpr int32_t kCopyPieces = 4;
 struct CopyPieces {
   int32_t count;   // 0, 1 or kCopyPieces
@@ -84,15 +78,7 @@ __device__ __forceinline__ void copy_of_lane(int32_t owner, uint32_t barrier, ui
   expect_bytes(barrier, bytes);
   if (bytes > 0) copy_bytes(barrier, to, from, bytes, read_once_policy());
 }
-// Two pieces, in one phase of the barrier.
-__device__ __forceinline__ void copy_two_of_lane(int32_t owner, uint32_t barrier,
-                                                 const LanePiece& x, const LanePiece& y) {
-  if (static_cast<int32_t>(threadIdx.x % 32) != owner) return;
-  expect_bytes(barrier, x.bytes + y.bytes);
-  const uint64_t policy = read_once_policy();
-  if (x.bytes > 0) copy_bytes(barrier, x.to, x.from, x.bytes, policy);
-  if (y.bytes > 0) copy_bytes(barrier, y.to, y.from, y.bytes, policy);
-}
+
 __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
   if (!is_elected()) return;
   const uint32_t address = shared_address(barrier);
@@ -125,21 +111,13 @@ __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces&
 __device__ __forceinline__ void copy_page(uint64_t* barrier, const CopyPiece& piece) {
   copy_pieces(barrier, {1, piece.bytes, {piece}});
 }
-__device__ __forceinline__ void copy_piece_of_lane(int32_t owner, const LanePiece& x) {
-  const auto address = static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(x.from));
-  const auto* from = reinterpret_cast<const uint8_t*>(
-      static_cast<uintptr_t>(__shfl_sync(kFullWarp, address, owner)));
-  copy_by_lanes(x.to, from, __shfl_sync(kFullWarp, x.bytes, owner));
-}
 __device__ __forceinline__ void copy_of_lane(int32_t owner, uint32_t barrier, uint32_t to,
                                              const uint8_t* from, uint32_t bytes) {
-  copy_piece_of_lane(owner, {to, from, bytes});
-  arrive_after_copies(barrier);
-}
-__device__ __forceinline__ void copy_two_of_lane(int32_t owner, uint32_t barrier,
-                                                 const LanePiece& x, const LanePiece& y) {
-  copy_piece_of_lane(owner, x);
-  copy_piece_of_lane(owner, y);
+  const auto address = static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(from));
+  copy_by_lanes(to,
+                reinterpret_cast<const uint8_t*>(
+                    static_cast<uintptr_t>(__shfl_sync(kFullWarp, address, owner))),
+                __shfl_sync(kFullWarp, bytes, owner));
   arrive_after_copies(barrier);
 }
 #endif

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention/coded/coded_join.cuh"
+#include "attention/coded/raw_rows.cuh"
 #include "attention/core/workspace.h"
 #include "codec/format/head_dim.h"
 #include "codec/gpu/coded/coded_stream.cuh"
@@ -74,27 +75,28 @@ struct CodedWorkspace {
   size_t halves, units, bytes;
 };
 CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionGrid& grid) {
-  const auto after = [](size_t bytes) {
-    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-  };
   const int64_t partials = int64_t{grid.num_ctas} * grid.warps + call.num_rows;
-  const auto rows = static_cast<size_t>(call.num_rows);
-  const auto dims = static_cast<size_t>(call.head_dim);
-  CodedWorkspace at{};
+  const auto rows = static_cast<size_t>(call.num_rows), dims = static_cast<size_t>(call.head_dim);
   CodedAttention pass = call;
   pass.columns = std::min(call.all_columns(), kCodedColumns);
-  at.halves = after(static_cast<size_t>(partials * coded_partial_floats(pass)) * sizeof(float));
-  at.units = at.bytes = at.halves;
-  if (!needs_conversion(call)) return at;
-  at.units = at.halves + after(rows * static_cast<size_t>(call.all_columns()) * dims * 2);
-  at.bytes = at.units + rows * sizeof(float);
+  const bool converts = needs_conversion(call);
+  WorkspaceCarving carving;
+  CodedWorkspace at{};
+  carving.take(static_cast<size_t>(partials * coded_partial_floats(pass)) * sizeof(float));
+  at.halves =
+      carving.take(converts ? rows * static_cast<size_t>(call.all_columns()) * dims * 2 : 0);
+  at.units = carving.bytes;
+  at.bytes = at.units + (converts ? rows * sizeof(float) : 0);
   return at;
 }
 
 }  // namespace
 
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
-  if (call.raw_blocks) return find_raw_rows_kernel(call.head_dim);
+  if (call.raw_blocks) {
+    return with_head_dim(call.head_dim,
+                         [](auto dim) -> CodedKernel { return raw_rows_kernel<dim / kDimBlock>; });
+  }
   switch (call.weighted.pairing) {
     case RopePairing::kHalves:
       return weighted_kernel<RopePairing::kHalves>(call, copies_log);

@@ -107,7 +107,6 @@ struct CodedAttention {
   // ones are read from memory if not. A block of two slices, one of which is coded, must fit into
   // twice as much; else its row is kCorrupt.
   int32_t max_block_bytes = 0;
-  int32_t most_shared_bytes = 0;  // of a CTA, for tests: less than the device has; 0: all it has
   WeightedRows weighted;
   // Blocks are raw instead: 64 bytes that are passed over, then fp16 tiles of 16 tokens, finished
   // keys or values. Codebooks, steps and `weighted` are not read.
@@ -138,10 +137,13 @@ struct CodedAttentionGrid {
   int32_t slot_bytes = 0;  // of a warp's slot, which two blocks share
   int32_t shared_bytes = 0;
 };
-// The warps and then the copies that the device has room for; at most 2^most_copies_log, for
-// comparisons. kUnsupported where one copy does not fit.
-Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
-                                                int32_t most_copies_log = 4);
+// The warps and then the copies that the device has room for. kUnsupported where one copy does not
+// fit.
+Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call);
+// The same for limits that are given: those of the device, or less shared memory.
+struct DeviceLimits;
+Result<CodedAttentionGrid> choose_coded_grid(const CodedAttention& call,
+                                             const DeviceLimits& limits);
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);
 
 // Two kernels a pass, before them one that converts queries where they are several or not in fp16;

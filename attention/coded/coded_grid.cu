@@ -29,18 +29,14 @@ int32_t shared_bytes(const CodedAttention& call, const DeviceLimits& limits,
 
 // As many copies as fit beside one block a warp, then the largest slots, up to two blocks; false
 // where not even one copy fits.
-bool fit(const CodedAttention& call, int32_t most_copies_log, const DeviceLimits& limits,
-         CodedAttentionGrid* grid) {
+bool fit(const CodedAttention& call, const DeviceLimits& limits, CodedAttentionGrid* grid) {
   const int32_t longest = longest_word(call);
   const int32_t least =
       (slice_count(call.head_dim) * call.max_block_bytes + kSlotStep - 1) / kSlotStep * kSlotStep;
   for (int32_t copies_log : kCopies) {
     // An index, its copy and two code words share a word.
     const bool fits_word = 2 + copies_log + 2 * longest <= 32;
-    if (copies_log > most_copies_log || !fits_word ||
-        find_coded_kernel(call, copies_log) == nullptr) {
-      continue;
-    }
+    if (!fits_word || find_coded_kernel(call, copies_log) == nullptr) continue;
     const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, copies_log));
     for (grid->slot_bytes = 2 * least; grid->slot_bytes >= least; grid->slot_bytes -= kSlotStep) {
       grid->shared_bytes = shared_bytes(call, limits, *grid, table_bytes);
@@ -52,33 +48,28 @@ bool fit(const CodedAttention& call, int32_t most_copies_log, const DeviceLimits
   return false;
 }
 
-Result<DeviceLimits> limits_of(const CodedAttention& call) {
-  Result<DeviceLimits> limits = device_limits();
-  if (limits && call.most_shared_bytes > 0) {
-    limits->shared_bytes = std::min(limits->shared_bytes, call.most_shared_bytes);
-  }
-  return limits;
-}
-
 }  // namespace
 
-Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
-                                                int32_t most_copies_log) {
+Result<CodedAttentionGrid> choose_coded_grid(const CodedAttention& call,
+                                             const DeviceLimits& limits) {
   if (Status s = call.validate(); !s) return s;
-  const Result<DeviceLimits> limits = limits_of(call);
-  if (!limits) return limits.status();
   CodedAttentionGrid grid;
-  grid.num_ctas = limits->sms;
+  grid.num_ctas = limits.sms;
   if (call.raw_blocks) {
     grid.warps = coded_warps(call.head_dim);
     return grid;
   }
   for (grid.warps = coded_warps(call.head_dim); grid.warps > 0; grid.warps /= 2) {
-    if (fit(call, most_copies_log, *limits, &grid)) return grid;
+    if (fit(call, limits, &grid)) return grid;
   }
   return Status(StatusCode::kUnsupported,
                 "coded attention: shared memory has no room for two tables of words of " +
                     std::to_string(longest_word(call)) + " bits and a block of max_block_bytes");
+}
+
+Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call) {
+  const Result<DeviceLimits> limits = device_limits();
+  return limits ? choose_coded_grid(call, *limits) : limits.status();
 }
 
 }  // namespace tierkv

@@ -20,8 +20,6 @@ __device__ __forceinline__ int32_t find_row(const CodedAttention& call, int32_t 
   return low;
 }
 
-inline constexpr int32_t kCodedWarps = coded_warps(kSliceDims);
-
 // Items in turn dealt out as evenly as can be: `longer` shares have one more than the others, the
 // first ones.
 struct EvenShares {
@@ -64,12 +62,11 @@ struct ItemShares {
     return number(cta, warps(cta).of(item - ctas.begin(cta)));
   }
 };
-__device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& params,
-                                                  int32_t warps_of_cta = kCodedWarps) {
+__device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& params) {
   const CodedAttention& call = params.call;
   const int32_t items =
       call.item_count == nullptr ? call.num_items : min(*call.item_count, call.num_items);
-  return {items, warps_of_cta, EvenShares(items, params.grid.num_ctas)};
+  return {items, params.grid.warps, EvenShares(items, params.grid.num_ctas)};
 }
 
 // The items of a warp, row by row.

@@ -34,7 +34,7 @@ struct JoinTask {
     stride = static_cast<int32_t>(coded_partial_floats(call));
     if (row >= call.num_rows) return;
     const int32_t begin = call.rows[row].first_item;
-    const ItemShares shares = item_shares(params, params.grid.warps);
+    const ItemShares shares = item_shares(params);
     const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : shares.items;
     if (end <= begin) return;
     const int32_t warp = shares.warp_of(begin);

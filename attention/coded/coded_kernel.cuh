@@ -87,16 +87,16 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  BlockRing ring{layout.slot(static_cast<uint32_t>(warp), slot_bytes), shared_address(barriers),
+  BlockSlot slot{layout.slot(static_cast<uint32_t>(warp), slot_bytes), shared_address(barriers),
                  slot_bytes};
   LocalMemory<kDimBlocks / 2> queries;
   WeightedWarp<kDimBlocks, Code> worker{
-      {{call, ring, params, Table(layout.tables, params.key_mask), fits, {}, {}, 0, 0, queries}}};
+      {{call, slot, params, Table(layout.tables, params.key_mask), fits, {}, {}, 0, 0, queries}}};
   worker.set_tail(layout.tail, warp);
   const auto cta = static_cast<int32_t>(blockIdx.x);
   const TableFill key_fill(call.keys.codebook), value_fill(call.values.codebook);
   WarpItems items{call};
-  const ItemShares shares = item_shares(params, grid.warps);
+  const ItemShares shares = item_shares(params);
   int32_t number = shares.number(cta, warp);
   const bool any = items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1));
   // The first blocks are on their way while the tables are filled.

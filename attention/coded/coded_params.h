@@ -55,8 +55,6 @@ CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
 // object, from weighted_instance.cu.in.
 template <RopePairing kPairing, int32_t kHeadDim>
 CodedKernel find_weighted_kernel(const CodedAttention& call, int32_t copies_log);
-// The kernel of a call of raw blocks.
-CodedKernel find_raw_rows_kernel(int32_t head_dim);
 // The queries of a call into `to`, one kernel; num_rows > 0.
 Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);
 

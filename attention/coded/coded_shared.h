@@ -14,10 +14,6 @@
 namespace tierkv {
 
 inline constexpr uint32_t kCodedBarrierBytes = 512;
-// Behind the last slot: what a stream that starts at the end of a payload may read, all its codes
-// of a symbol each and as long as can be.
-inline constexpr uint32_t kCodedSlackBytes =
-    kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8 + 16;
 
 struct CodedSharedLayout {
   uint32_t tables;        // of keys; that of values is one region on
@@ -43,7 +39,7 @@ TKV_HD CodedSharedLayout coded_shared_layout(uint32_t start, uint32_t region, ui
   if (at.slots_before > slots) at.slots_before = slots;
   at.after = (at.tables + 2 * region + 127) / 128 * 128;
   at.tail = at.after + (slots - at.slots_before) * slot_bytes;
-  at.end = at.tail + tail_bytes + kCodedSlackBytes;
+  at.end = at.tail + tail_bytes + static_cast<uint32_t>(kPayloadSlackBytes);
   return at;
 }
 

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
   let_next_kernel_start();
   RawRowsWarp<kDimBlocks> worker{params};
   WarpItems items{params.call};
-  const ItemShares shares = item_shares(params, params.grid.warps);
+  const ItemShares shares = item_shares(params);
   const auto cta = static_cast<int32_t>(blockIdx.x), warp = static_cast<int32_t>(threadIdx.x / 32);
   if (!items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1))) return;
   const int32_t number = shares.number(cta, warp);

@@ -10,7 +10,7 @@ namespace tierkv {
 template <int kDimBlocks, class Code>
 struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
   using Base = WeightedRun<kDimBlocks, Code>;
-  using Base::call, Base::params, Base::state, Base::ring, Base::run;
+  using Base::call, Base::params, Base::state, Base::run;
   using Base::key_table, Base::kHeadDim, Base::kSlices, Base::kSliceBlocks, Base::kSliceDim;
   using Base::turns, Base::means, Base::kTurns;
   using Block = typename Base::Block;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/coded/coded_exceptions.cuh"
-#include "attention/coded/coded_ring.cuh"
+#include "attention/coded/coded_slot.cuh"
 #include "attention/coded/coded_state.cuh"
 #include "attention/coded/weighted_block.cuh"
 #include "gpu/constants.h"
@@ -20,7 +20,7 @@ struct WeightedRun {
   static constexpr int kSliceBlocks = kDimBlocks / kSlices, kSliceDim = kHeadDim / kSlices;
   static constexpr bool kTurns = Code::kPairing != RopePairing::kNone;
   const CodedAttention& call;
-  BlockRing& ring;
+  BlockSlot& slot;
   const CodedKernelParams& params;
   SharedTable<Code::kCopiesLog> key_table;
   bool fits;  // shared memory is as large as it must be
@@ -93,15 +93,15 @@ struct WeightedRun {
   // A warp's one slot holds two blocks where both fit: those of keys from its beginning on, those
   // of values up to its end. So a block of values comes while keys are decoded.
   __device__ __forceinline__ void request(int32_t i) const {
-    const uint32_t bytes = run.taken(ring.slot_bytes);
-    copy_of_lane(i - run.first, ring.barrier(i),
-                 ring.slot + (i % 2 == 0 ? 0 : ring.slot_bytes - bytes), run.bytes(call, i), bytes);
+    const uint32_t bytes = run.taken(slot.bytes);
+    copy_of_lane(i - run.first, slot.barrier(i),
+                 slot.address + (i % 2 == 0 ? 0 : slot.bytes - bytes), run.bytes(call, i), bytes);
   }
   // Asks for the first of `count` blocks of keys and of values. Not 0 where a reference is wrong.
   __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
     run.first_block = first;
     run.count = 2 * count;
-    const uint32_t bad = run.load(call, 0, ring.slot_bytes);
+    const uint32_t bad = run.load(call, 0, slot.bytes);
     request(0);
     if (run.fits_next(0)) request(1);
     return bad;
@@ -115,7 +115,7 @@ struct WeightedRun {
     if (!run.fits_next(used)) request(next);
     if (next + 1 >= run.count) return;
     if (next + 1 - run.first >= kWarpLanes) {
-      state.bad |= run.load(call, next, ring.slot_bytes);
+      state.bad |= run.load(call, next, slot.bytes);
       keep_run();
     }
     if (run.fits_next(next)) request(next + 1);
@@ -132,20 +132,20 @@ struct WeightedRun {
   // passed: pairs of blocks before it.
   __device__ __forceinline__ Block open_block(int32_t i, uint32_t passed,
                                               const ExpectedHeader& expected, int32_t tokens) {
-    wait_barrier(ring.barrier(i), passed & 1u);
+    wait_barrier(slot.barrier(i), passed & 1u);
     const uint8_t* bytes = run.bytes_of(call, i);
     const uint32_t units = __shfl_sync(kFullWarp, run.mine.units, i - run.first);
-    const bool whole = units * 16 <= ring.slot_bytes;
-    const uint32_t slot =
-        ring.slot +
-        (i % 2 == 0 ? 0 : ring.slot_bytes - (whole ? units * 16 : kCodedBlockHeaderBytes));
+    const bool whole = units * 16 <= slot.bytes;
+    const uint32_t first =
+        slot.address +
+        (i % 2 == 0 ? 0 : slot.bytes - (whole ? units * 16 : kCodedBlockHeaderBytes));
     Block x;
     x.coded = true, x.valid = units > 0;
     uint32_t used = 0;
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       const bool there = x.valid && used < units;
-      const uint32_t at = slot + (whole && there ? 16 * used : 0);
+      const uint32_t at = first + (whole && there ? 16 * used : 0);
       const uint8_t* memory = bytes + int64_t{there ? used : 0} * 16;
       const uint4 header =
           whole || s == 0 ? load_shared_16(at) : *reinterpret_cast<const uint4*>(memory);

@@ -11,27 +11,45 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kPlaces = kBlockTokens;
-
 Status unsupported(const std::string& what) {
   return Status(StatusCode::kUnsupported, "weighted attention: " + what);
 }
 
-Turn place_turn(const RopeTable& rope, int32_t place, int32_t pair) {
-  return pair < rope.pairs ? rope.place[static_cast<size_t>(place * rope.pairs + pair)] : Turn{};
+// Appends the turns of two dims from `dim` on: of halves the cosines and then the sines of two
+// pairs, of neighbours a cosine and a sine. `turn` gives the turn of a pair.
+template <typename TurnOf>
+void put_turns(RopePairing pairing, int32_t dim, const TurnOf& turn, std::vector<uint16_t>* out) {
+  if (pairing == RopePairing::kHalves) {
+    const Turn a = turn(dim), b = turn(dim + 1);
+    for (const float x : {a.cos, b.cos, a.sin, b.sin}) out->push_back(float_to_half(x));
+  } else {
+    const Turn a = turn(dim / 2);
+    for (const float x : {a.cos, a.sin}) out->push_back(float_to_half(x));
+  }
 }
 
-// Per (tile, dim block of the first half, register, lane): cosines, then sines, of two pairs.
-void place_turns_of_halves(const RopeTable& rope, int32_t head_dim, std::vector<uint16_t>* out) {
-  for (int32_t tile = 0; tile < kPlaces / kTileTokens; ++tile) {
-    for (int32_t f = 0; f < head_dim / 32; ++f) {
-      for (int32_t i = 0; i < 2; ++i) {
+// Of halves the dim blocks of the first half only: a pair's other dim is in the second.
+int32_t turned_blocks(RopePairing pairing, int32_t head_dim) {
+  return head_dim / (pairing == RopePairing::kHalves ? 2 * kDimBlock : kDimBlock);
+}
+
+// Per (tile, dim block, lane, register). Of halves the first two registers of all lanes come
+// before the other two.
+void place_turns(const RopeTable& rope, int32_t head_dim, std::vector<uint16_t>* out) {
+  const int32_t together =
+      rope.pairing == RopePairing::kHalves ? kPairsPerFragment / 2 : kPairsPerFragment;
+  for (int32_t tile = 0; tile < kBlockTokens / kTileTokens; ++tile) {
+    for (int32_t f = 0; f < turned_blocks(rope.pairing, head_dim); ++f) {
+      for (int32_t i = 0; i < kPairsPerFragment; i += together) {
         for (int32_t lane = 0; lane < kWarpLanes; ++lane) {
-          for (int32_t r = 2 * i; r < 2 * i + 2; ++r) {
+          for (int32_t r = i; r < i + together; ++r) {
             const PairPosition at = pair_position(Component::kKey, tile, f, r, lane);
-            const Turn a = place_turn(rope, at.token, at.dim);
-            const Turn b = place_turn(rope, at.token, at.dim + 1);
-            for (const float x : {a.cos, b.cos, a.sin, b.sin}) out->push_back(float_to_half(x));
+            const auto turn = [&](int32_t pair) {
+              return pair < rope.pairs
+                         ? rope.place[static_cast<size_t>(at.token * rope.pairs + pair)]
+                         : Turn{};
+            };
+            put_turns(rope.pairing, at.dim, turn, out);
           }
         }
       }
@@ -39,41 +57,15 @@ void place_turns_of_halves(const RopeTable& rope, int32_t head_dim, std::vector<
   }
 }
 
-// Per (tile, dim block, lane, register): the cosine and the sine of the pair.
-void place_turns_of_neighbours(const RopeTable& rope, int32_t head_dim,
-                               std::vector<uint16_t>* out) {
-  for (int32_t tile = 0; tile < kPlaces / kTileTokens; ++tile) {
-    for (int32_t f = 0; f < head_dim / kDimBlock; ++f) {
-      for (int32_t lane = 0; lane < kWarpLanes; ++lane) {
-        for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-          const PairPosition at = pair_position(Component::kKey, tile, f, r, lane);
-          const Turn turn = place_turn(rope, at.token, at.dim / 2);
-          out->push_back(float_to_half(turn.cos));
-          out->push_back(float_to_half(turn.sin));
-        }
-      }
-    }
-  }
-}
-
-// Per (dim block, lane % 4, register of the query): of a dim block of the first half and its
-// partner the cosines of two pairs and then their sines; of neighbours a cosine and a sine.
+// Per (dim block, lane % 4, register of the query).
 void block_turns(const RopeTable& rope, int64_t position, int32_t head_dim,
                  std::vector<uint16_t>* out) {
   const auto turn = [&](int32_t pair) {
     return pair < rope.pairs ? rope.at(position, pair) : Turn{};
   };
-  const bool halves = rope.pairing == RopePairing::kHalves;
-  for (int32_t f = 0; f < head_dim / (halves ? 32 : 16); ++f) {
+  for (int32_t f = 0; f < turned_blocks(rope.pairing, head_dim); ++f) {
     for (int32_t i = 0; i < 8; ++i) {
-      const int32_t d = kDimBlock * f + i % 2 * 8 + i / 2 * 2;
-      if (halves) {
-        const Turn a = turn(d), b = turn(d + 1);
-        for (const float x : {a.cos, b.cos, a.sin, b.sin}) out->push_back(float_to_half(x));
-      } else {
-        const Turn a = turn(d / 2);
-        for (const float x : {a.cos, a.sin}) out->push_back(float_to_half(x));
-      }
+      put_turns(rope.pairing, kDimBlock * f + i % 2 * 8 + i / 2 * 2, turn, out);
     }
   }
 }
@@ -125,11 +117,7 @@ Result<WeightedTurns> weighted_turns(const RopeTable& rope, int32_t head_dim, in
   if (2 * rope.pairs > head_dim || sink_tokens < 0 || sink_tokens >= kBlockTokens) {
     return Status(StatusCode::kInvalidArgument, "weighted attention: rope or sink_tokens");
   }
-  if (rope.pairing == RopePairing::kHalves) {
-    place_turns_of_halves(rope, head_dim, &turns.place);
-  } else {
-    place_turns_of_neighbours(rope, head_dim, &turns.place);
-  }
+  place_turns(rope, head_dim, &turns.place);
   for (int32_t b = 0; b < rope.blocks; ++b) {
     block_turns(rope, b == 0 ? sink_tokens : int64_t{kBlockTokens} * b, head_dim, &turns.block);
   }

@@ -12,6 +12,18 @@ namespace tierkv {
 
 inline constexpr size_t kWorkspaceAlignment = 256;
 
+// Parts of a workspace, one behind the other.
+struct WorkspaceCarving {
+  size_t bytes = 0;
+
+  // Where a part of so many bytes begins.
+  size_t take(size_t of_part) {
+    const size_t at = bytes;
+    bytes += (of_part + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    return at;
+  }
+};
+
 // Byte offsets; layers run one after another and share everything but their items and statuses.
 struct WorkspaceLayout {
   size_t items;        // WorkItem [num_layers][items_per_layer]
@@ -57,20 +69,15 @@ inline int32_t items_per_layer(const AttentionGrid& grid) {
 inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const AttentionGrid& grid,
                                         int32_t num_sequences) {
   WorkspaceLayout layout{};
-  size_t end = 0;
-  const auto take = [&end](size_t bytes) {
-    const size_t at = end;
-    end += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-    return at;
-  };
+  WorkspaceCarving carving;
   const auto ctas = static_cast<size_t>(grid.num_ctas),
              layers = static_cast<size_t>(config.num_layers);
   const size_t columns = 2 * ctas * query_columns(config).of_row;
-  layout.items = take(layers * items_per_layer(grid) * sizeof(WorkItem));
-  layout.part_states = take(columns * sizeof(SoftmaxState));
-  layout.parts = take(columns * config.head_dim * sizeof(float));
-  layout.row_status = take(layers * num_sequences * config.num_kv_heads * sizeof(int32_t));
-  layout.bytes = end;
+  layout.items = carving.take(layers * items_per_layer(grid) * sizeof(WorkItem));
+  layout.part_states = carving.take(columns * sizeof(SoftmaxState));
+  layout.parts = carving.take(columns * config.head_dim * sizeof(float));
+  layout.row_status = carving.take(layers * num_sequences * config.num_kv_heads * sizeof(int32_t));
+  layout.bytes = carving.bytes;
   return layout;
 }
 

@@ -154,12 +154,7 @@ Status engine_decode_host(const EngineConfig& config, const EngineLayer& layer,
 
 EngineWorkspace engine_workspace(const EngineConfig& config, const EngineGrid& grid) {
   EngineWorkspace w{};
-  size_t end = 0;
-  const auto take = [&end](size_t bytes) {
-    const size_t at = end;
-    end += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-    return at;
-  };
+  WorkspaceCarving carving;
   size_t attention = 0;  // fewer queries may have wider rows
   for (int32_t queries = 1; queries <= config.max_queries; ++queries) {
     attention =
@@ -169,13 +164,13 @@ EngineWorkspace engine_workspace(const EngineConfig& config, const EngineGrid& g
   const auto rows = static_cast<size_t>(config.max_sequences) * config.num_kv_heads;
   const size_t vectors =
       static_cast<size_t>(config.max_sequences) * config.max_queries * config.num_q_heads;
-  w.attention = take(attention);
-  w.tokens = take(rows * sizeof(SideCounts));
-  w.slots = take(rows * table_shape(config, {}).row_stride() * sizeof(int32_t));
-  w.q = take(vectors * config.head_dim * sizeof(uint16_t));
-  w.out = take(vectors * config.head_dim * sizeof(uint16_t));
-  w.lse = take(vectors * sizeof(float));
-  w.bytes = end;
+  w.attention = carving.take(attention);
+  w.tokens = carving.take(rows * sizeof(SideCounts));
+  w.slots = carving.take(rows * table_shape(config, {}).row_stride() * sizeof(int32_t));
+  w.q = carving.take(vectors * config.head_dim * sizeof(uint16_t));
+  w.out = carving.take(vectors * config.head_dim * sizeof(uint16_t));
+  w.lse = carving.take(vectors * sizeof(float));
+  w.bytes = carving.bytes;
   return w;
 }
 

@@ -50,8 +50,8 @@ class ChunkFeed {
     int32_t tier = 0;
 #pragma unroll
     for (int32_t t = 0; t + 1 < kAttentionTiers; ++t) {
-      if (tier != t || tile < tiles_of(tokens_[t])) continue;
-      tile -= tiles_of(tokens_[t]);
+      if (tier != t || tile < tile_count(tokens_[t])) continue;
+      tile -= tile_count(tokens_[t]);
       ++tier;
     }
     enter_tier(tier, tile);
@@ -111,7 +111,7 @@ class ChunkFeed {
     Chunk chunk{{row_, 0, 1, 0}, 0, kNoPage, 0, false};
     if (tier_ < kAttentionTiers) {
       const int32_t tiles = smaller(smaller(chunk_tiles_, page_tiles_ - page_tile_),
-                                    smaller(tiles_of(tier_tokens_), left_));
+                                    smaller(tile_count(tier_tokens_), left_));
       chunk.header = {row_, format_, tiles, smaller(tiles * kTileTokens, tier_tokens_)};
       chunk.tier = first_tier_ + tier_;
       chunk.page = __shfl_sync(kFullWarp, ids_, page_ & 31);

@@ -122,9 +122,6 @@ TKV_HD constexpr int32_t ceil_div(int32_t a, int32_t b) {
 TKV_HD constexpr int32_t smaller(int32_t a, int32_t b) {
   return a < b ? a : b;
 }
-TKV_HD constexpr int32_t tiles_of(int32_t tokens) {
-  return ceil_div(tokens, kTileTokens);
-}
 
 // Bytes attention reads of one tile.
 TKV_HD constexpr int32_t tile_read_bytes(const PageLayout& p) {
@@ -240,7 +237,7 @@ template <int32_t kClasses>
 TKV_HD RowWork row_work(const RowsOf<kClasses>& rows, const RowTokens& n, int32_t first_tier = 0) {
   RowWork w{0, 0};
   for (int32_t t = 0; t < kAttentionTiers; ++t) {
-    const int32_t tiles = tiles_of(n.tier[t]);
+    const int32_t tiles = tile_count(n.tier[t]);
     w.tiles += tiles;
     w.cost +=
         static_cast<uint32_t>(tiles) * static_cast<uint32_t>(rows.tiers[first_tier + t].tile_cost);
@@ -347,13 +344,13 @@ class EvenCut {
 // its tier, so that the tiles of an item go in pairs. tile_cost, tokens: of each tier.
 TKV_HD int32_t tile_at_cost(const Divisor* tile_cost, const int32_t* tokens, uint32_t cost) {
   int32_t all = 0;
-  for (int32_t t = 0; t < kAttentionTiers; ++t) all += tiles_of(tokens[t]);
+  for (int32_t t = 0; t < kAttentionTiers; ++t) all += tile_count(tokens[t]);
   const auto own = static_cast<uint32_t>(row_cost(all));
   if (cost < own) return 0;
   uint32_t left = cost - own;
   int32_t first = 0;
   for (int32_t t = 0; t < kAttentionTiers; ++t) {
-    const int32_t tiles = tiles_of(tokens[t]);
+    const int32_t tiles = tile_count(tokens[t]);
     const uint32_t tier_cost = static_cast<uint32_t>(tiles) * tile_cost[t].value();
     if (left < tier_cost) return first + static_cast<int32_t>(tile_cost[t].quotient(left) & ~1u);
     left -= tier_cost;

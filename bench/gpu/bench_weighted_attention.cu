@@ -31,15 +31,15 @@ constexpr struct Shape {
 
 struct Variant {
   const char* name;
-  int32_t max_length, streams, most_copies_log;
+  int32_t max_length, streams;
   RopePairing pairing;
 };
 constexpr Variant kVariants[] = {
-    {"rope, 10 bits x16 /2", 10, 2, 4, RopePairing::kHalves},
-    {"rope, 10 bits x16", 10, 1, 4, RopePairing::kHalves},
-    {"rope, 11 bits x8 /2", 11, 2, 3, RopePairing::kHalves},
-    {"no rope, 11 bits x8 /2", 11, 2, 3, RopePairing::kNone},
-    {"no rope, 10 bits x16 /2", 10, 2, 4, RopePairing::kNone},
+    {"rope, 10 bits x16 /2", 10, 2, RopePairing::kHalves},
+    {"rope, 10 bits x16", 10, 1, RopePairing::kHalves},
+    {"rope, 11 bits x8 /2", 11, 2, RopePairing::kHalves},
+    {"no rope, 11 bits x8 /2", 11, 2, RopePairing::kNone},
+    {"no rope, 10 bits x16 /2", 10, 2, RopePairing::kNone},
 };
 
 [[noreturn]] void fail(const std::string& what) {
@@ -302,7 +302,7 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   call.head_dim = dims;
   call.sm_scale = static_cast<float>(1 / std::sqrt(dims));
   call.max_block_bytes = std::max(unique[0].largest, unique[1].largest);
-  auto grid = coded_attention_grid(call, v.most_copies_log);
+  auto grid = coded_attention_grid(call);
   if (!grid.is_ok()) fail(grid.status().message());
   const Device<uint8_t> workspace(coded_attention_workspace_bytes(call, *grid));
   call.workspace = workspace.get();

@@ -14,36 +14,14 @@ namespace {
 constexpr int32_t kMaxUnitTokens = 1 << 20;
 constexpr int64_t kMaxTokens = int64_t{1} << 40;  // tokens * kMaxHeadDim * 16 bits stays below 2^63
 
-// Tokens per group of parameters and how many groups a segment has, in stored order.
-struct Groups {
-  int64_t count = 0;
-  int64_t head_dim = 0, group = 0, tokens = 0;
-  Unit unit = Unit::kToken;
-
-  // Values of group i.
-  int64_t size(int64_t i) const {
-    if (unit == Unit::kToken) return group;
-    const int64_t span = unit == Unit::kChannel ? i / head_dim : i;
-    const int64_t n = std::min(group, tokens - span * group);
-    return unit == Unit::kChannel ? n : n * head_dim;
+// Groups of parameters of a segment, as for_each_group() visits them.
+int64_t group_count(const SegmentFormat& f, int64_t tokens) {
+  if (f.raw() || f.format.step_rule == StepRule::kAbsolute || f.is_weighted()) return 0;
+  if (f.format.unit == Unit::kToken) {
+    return tokens * f.head_dim / (f.format.group > 0 ? f.format.group : f.head_dim);
   }
-};
-
-Groups groups_of(const SegmentFormat& f, int64_t tokens) {
-  Groups g;
-  g.head_dim = f.head_dim;
-  g.tokens = tokens;
-  g.unit = f.format.unit;
-  if (f.raw() || f.format.step_rule == StepRule::kAbsolute || f.is_weighted()) return g;
-  if (g.unit == Unit::kToken) {
-    g.group = f.format.group > 0 ? f.format.group : f.head_dim;
-    g.count = tokens * f.head_dim / g.group;
-    return g;
-  }
-  g.group = f.format.group;
-  const int64_t spans = (tokens + g.group - 1) / g.group;
-  g.count = g.unit == Unit::kChannel ? spans * f.head_dim : spans;
-  return g;
+  const int64_t spans = (tokens + f.format.group - 1) / f.format.group;
+  return f.format.unit == Unit::kChannel ? spans * f.head_dim : spans;
 }
 
 struct SegmentSizes {
@@ -81,9 +59,10 @@ Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
 }
 
 Status check_sizes(const SegmentFormat& f, int64_t tokens, const SegmentSizes& n) {
-  const Groups groups = groups_of(f, tokens);
   const int64_t values = tokens * f.head_dim;
-  if (n.params != static_cast<uint64_t>(groups.count)) return corrupt("wrong number of parameters");
+  if (n.params != static_cast<uint64_t>(group_count(f, tokens))) {
+    return corrupt("wrong number of parameters");
+  }
   const bool relative = !f.raw() && f.format.step_rule == StepRule::kRelative;
   if (n.units != (relative ? n.params : 0)) return corrupt("wrong number of unit flags");
   if (f.coded) {
@@ -115,8 +94,6 @@ Status read_sections(ByteReader& r, const SegmentSizes& n, StoredSegment* out) {
     }
     s.block_offsets.push_back(offset);
   }
-  const Groups groups = groups_of(out->format, s.tokens);
-  uint64_t raw_values = 0;
   for (uint64_t i = 0; i < n.units; i += 8) {
     const uint32_t flags = r.u8();
     for (uint64_t j = i; j < i + 8; ++j) {
@@ -126,8 +103,14 @@ Status read_sections(ByteReader& r, const SegmentSizes& n, StoredSegment* out) {
         continue;
       }
       s.raw_unit.push_back(raw);
-      if (raw) raw_values += static_cast<uint64_t>(groups.size(static_cast<int64_t>(j)));
     }
+  }
+  uint64_t raw_values = 0;
+  size_t unit = 0;
+  if (n.units > 0) {
+    for_each_group(out->format, s.tokens, [&](int64_t, int64_t values, int64_t) {
+      if (s.raw_unit[unit++]) raw_values += static_cast<uint64_t>(values);
+    });
   }
   if (raw_values != n.raw_values) return corrupt("wrong number of values of raw units");
   for (uint64_t i = 0; i < n.raw_values; ++i) s.raw_values.push_back(r.u16());

@@ -12,10 +12,6 @@ namespace {
 
 constexpr int32_t kMaxPageTokens = kMaxPageBytes / kTileTokens;  // keeps layouts within int32_t
 
-int32_t round_up_to_tiles(int32_t tokens) {
-  return (tokens + kTileTokens - 1) / kTileTokens * kTileTokens;
-}
-
 Status check_slots(const HostPage& page, const PageTokens& tokens) {
   for (int32_t i = 0; i < page.layout.tokens; ++i) {
     const bool used = i < tokens.count;
@@ -33,7 +29,7 @@ Status check_slots(const HostPage& page, const PageTokens& tokens) {
 
 PageLayout StoredPageFormat::layout(int32_t tokens) const {
   PageShape s = shape;
-  s.tokens = round_up_to_tiles(tokens);
+  s.tokens = tile_count(tokens) * kTileTokens;
   return page_layout(s);
 }
 
@@ -68,7 +64,7 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
     }
     f.basis[c] = static_cast<BasisKind>(basis[c]);
     f.rule[c] = static_cast<StepRule>(rule[c]);
-    if (f.rule[c] == StepRule::kNorm ? type[c] != kCodes2 : f.rule[c] != StepRule::kMinMax) {
+    if (!is_page_rule(f.rule[c], type[c])) {
       return corrupt("a step rule that no page of these bits has");
     }
     const bool possible =

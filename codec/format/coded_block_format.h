@@ -27,8 +27,11 @@ inline constexpr int32_t kExceptionBytes = 4;
 // More than these would slow the decoder down noticeably: such a block is stored raw.
 inline constexpr int32_t kMaxExceptions = 256;
 inline constexpr int32_t kMaxPayloadBits = 65535;
-inline constexpr int32_t kMaxCodedBlockBytes =
-    kCodedBlockHeaderBytes + kBlockTokens * kSliceDims * 2;
+inline constexpr int32_t kMaxBlockCodes = kBlockTokens * kSliceDims;
+inline constexpr int32_t kMaxCodedBlockBytes = kCodedBlockHeaderBytes + kMaxBlockCodes * 2;
+// A stream that begins inside a payload, or at its end, can be read this far behind it: all its
+// codes of a symbol each, and as long as can be.
+inline constexpr int32_t kPayloadSlackBytes = kMaxBlockCodes / kWarpLanes * kMaxCodeLength / 8 + 16;
 
 struct CodedBlockHeader {
   uint8_t version = kCodedBlockVersion;   // byte 0
@@ -103,6 +106,19 @@ struct CodedBlockLayout {
 
 TKV_HD int32_t raw_bits(BlockMode mode) {
   return 2 << static_cast<int32_t>(mode);
+}
+// The narrowest raw form that holds all codes of a slice: codes above the smallest one, or 16 bits
+// as they are.
+struct RawForm {
+  BlockMode mode;
+  int16_t base;  // the code of value 0
+};
+TKV_HD RawForm raw_form(int32_t lowest, int32_t highest) {
+  const BlockMode mode = highest - lowest < 4     ? BlockMode::kRaw2
+                         : highest - lowest < 16  ? BlockMode::kRaw4
+                         : highest - lowest < 256 ? BlockMode::kRaw8
+                                                  : BlockMode::kRaw16;
+  return {mode, mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(lowest)};
 }
 
 TKV_HD CodedBlockLayout block_layout(const CodedBlockHeader& h) {

@@ -26,9 +26,6 @@ namespace tierkv {
 inline constexpr int32_t kBlockTokens = 64;
 inline constexpr int32_t kPairsPerFragment = 4;
 
-TKV_HD constexpr int32_t tile_count(int32_t tokens) {
-  return (tokens + kTileTokens - 1) / kTileTokens;
-}
 inline constexpr int32_t dim_block_count(int32_t head_dim) {
   return (head_dim + kDimBlock - 1) / kDimBlock;
 }

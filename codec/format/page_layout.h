@@ -28,6 +28,10 @@ inline constexpr int32_t kWarpLanes = 32;
 inline constexpr int32_t kDimBlock = 16;            // dims of one A fragment
 inline constexpr int32_t kMetadataBlockBytes = 64;  // 16 tokens x (half scale, half zero point)
 
+TKV_HD constexpr int32_t tile_count(int32_t tokens) {
+  return (tokens + kTileTokens - 1) / kTileTokens;
+}
+
 // The types that pages hold.
 inline constexpr CodeType kRawCodes = CodeType::raw16();
 inline constexpr CodeType kCodes8 = CodeType::uniform(8);
@@ -122,6 +126,11 @@ TKV_HD void store_code(uint8_t* tile, CodePosition at, int32_t bits, uint32_t co
   memcpy(&word, tile + at.byte, sizeof(word));
   word = (word & ~(((1u << bits) - 1u) << at.bit)) | code << at.bit;
   memcpy(tile + at.byte, &word, sizeof(word));
+}
+
+// Whether pages of codes of this type may be written by the rule.
+constexpr bool is_page_rule(StepRule rule, CodeType type) {
+  return rule == StepRule::kNorm ? type == kCodes2 : rule == StepRule::kMinMax;
 }
 
 // Bytes of a tile's metadata: one block per sub-group of head_dim / groups consecutive dims.

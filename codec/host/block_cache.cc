@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "codec/format/element.h"
+#include "codec/format/errors.h"
 #include "codec/host/page_codec.h"
-#include "codec/host/page_codec_checks.h"
 
 namespace tierkv {
 namespace {
@@ -136,8 +136,7 @@ Status BlockCache::validate() const {
   if (num_blocks > INT64_MAX / block_stride) return invalid("num_blocks is out of range");
   if (!is_raw_dtype(raw_dtype)) return invalid("raw_dtype must be float16 or bfloat16");
   for (const Component c : kComponents) {
-    const StepRule r = rule[static_cast<int>(c)];
-    if (r == StepRule::kNorm ? layout.tile(c).type != kCodes2 : r != StepRule::kMinMax) {
+    if (!is_page_rule(rule[static_cast<int>(c)], layout.tile(c).type)) {
       return invalid("rule is none that pages of these bits have");
     }
   }

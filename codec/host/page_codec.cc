@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "codec/format/element.h"
-#include "codec/host/page_codec_checks.h"
+#include "codec/format/errors.h"
 
 namespace tierkv {
 namespace {
@@ -41,9 +41,9 @@ Status check_page(const HostPage& page) {
   if (!is_page_layout(page.layout)) return invalid("page layout is not one of ours");
   if (!is_raw_dtype(page.raw_dtype)) return invalid("raw_dtype must be float16 or bfloat16");
   for (const Component c : kComponents) {
-    const bool norm = page.rule_of(c) == StepRule::kNorm;
-    if (norm ? page.layout.tile(c).type != kCodes2 : page.rule_of(c) != StepRule::kMinMax)
+    if (!is_page_rule(page.rule_of(c), page.layout.tile(c).type)) {
       return invalid("rule is none that pages of these bits have");
+    }
   }
   return Status::ok();
 }

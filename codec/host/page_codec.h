@@ -65,9 +65,6 @@ inline float page_score(const HostPage& page, int32_t slot) {
   memcpy(&score, page.bytes + page.layout.score_byte(slot), 4);
   return score;
 }
-inline void set_page_score(const HostPage& page, int32_t slot, float score) {
-  memcpy(page.bytes + page.layout.score_byte(slot), &score, 4);
-}
 inline int32_t page_position(const HostPage& page, int32_t slot) {
   if (!page.layout.has_records()) return kNoPosition;
   int32_t position;
@@ -77,7 +74,7 @@ inline int32_t page_position(const HostPage& page, int32_t slot) {
 // Nothing where the page has no records.
 inline void set_page_record(const HostPage& page, int32_t slot, float score, int32_t position) {
   if (!page.layout.has_records()) return;
-  set_page_score(page, slot, score);
+  memcpy(page.bytes + page.layout.score_byte(slot), &score, 4);
   memcpy(page.bytes + page.layout.position_byte(slot), &position, 4);
 }
 
@@ -104,5 +101,29 @@ void dequantize_side(const HostPage& page, Component component, const TokenCodes
 // The slot is trusted.
 void store_token(const HostPage& page, int32_t slot, const TokenCodes& token);
 void load_token(const HostPage& page, int32_t slot, TokenCodes* token);
+
+// ---- what the plain and the fast codec share ----
+
+// Page, slots and arguments.
+Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch);
+Status check_output(const HostPage& page, int32_t first_slot, const TokenOutput& out);
+
+inline int64_t batch_row(const int32_t* rows, int32_t i) {
+  return rows == nullptr ? i : rows[i];
+}
+inline int64_t row_stride_of(int64_t row_stride, int32_t head_dim) {
+  return row_stride == 0 ? head_dim : row_stride;
+}
+
+namespace reference {
+// The first `count` tokens of a checked batch; a checked output. A failed append clears the slots
+// it wrote.
+Status append_range(const HostPage& page, int32_t used, const TokenBatch& batch, int32_t count);
+void decode_range(const HostPage& page, int32_t first_slot, const TokenOutput& out);
+}  // namespace reference
+
+// Trusted slots and tiles.
+void clear_tile(const HostPage& page, int32_t tile_index);
+void clear_slot(const HostPage& page, int32_t slot);
 
 }  // namespace tierkv

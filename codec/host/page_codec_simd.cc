@@ -16,7 +16,6 @@
 
 #include "codec/format/half-inl.h"
 #include "codec/host/page_codec.h"
-#include "codec/host/page_codec_checks.h"
 #include "codec/host/page_tile-inl.h"
 
 HWY_BEFORE_NAMESPACE();

@@ -147,7 +147,7 @@ bool stays_in_batch(World& world, int32_t ctas, std::mt19937_64& rng,
   run.after_plan = change;
   // No item has more rows left than tiles.
   for (const SideCounts& n : world.tokens) {
-    for (const int32_t tokens : n.of) run.guard_rows += tiles_of(tokens) + 1;
+    for (const int32_t tokens : n.of) run.guard_rows += tile_count(tokens) + 1;
   }
   (void)emulate(world, ctas, rng, &run);
   return run.is_guard_whole;

@@ -66,7 +66,7 @@ struct TileWalk {
     int32_t end = 0;
     for (int32_t t = 0; t < rows.num_tiers; ++t) {
       const int32_t first = end;
-      end += tiles_of(n.tier[t]);
+      end += tile_count(n.tier[t]);
       if (tile >= first && tile < end) cost += rows.tiers[t].tile_cost;
     }
     if (tile == 0) cost += row_cost(end);

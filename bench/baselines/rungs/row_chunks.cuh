@@ -68,13 +68,13 @@ class RowChunks {
         tokens - (page_index * tier.page_tiles + chunk.tile) * kTileTokens;  // from here on
     const int32_t most = smaller(tier.chunk_tiles, tier.page_tiles - chunk.tile);
     chunk.tokens = smaller(behind, most * kTileTokens);
-    chunk.tiles = tiles_of(chunk.tokens);
+    chunk.tiles = tile_count(chunk.tokens);
     return chunk;
   }
 
  private:
   __device__ __forceinline__ static int32_t chunks_of(const TierSource& tier, int32_t tokens) {
-    const int32_t tiles = tiles_of(tokens), pages = tiles / tier.page_tiles;
+    const int32_t tiles = tile_count(tokens), pages = tiles / tier.page_tiles;
     return pages * ceil_div(tier.page_tiles, tier.chunk_tiles) +
            ceil_div(tiles - pages * tier.page_tiles, tier.chunk_tiles);
   }

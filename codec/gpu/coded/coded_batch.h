@@ -28,8 +28,24 @@ struct DeviceCodebook {
   uint8_t table_id = 0;
 };
 // The scalars of a codebook; the caller uploads the arrays.
-DeviceCodebook device_codebook(const Codebook& codebook);
+inline DeviceCodebook device_codebook(const Codebook& c) {
+  DeviceCodebook d;
+  d.max_length = c.max_length;
+  d.levels = c.levels;
+  d.base = c.base;
+  d.streams_per_lane = c.streams_per_lane;
+  d.mode = c.mode;
+  d.component = c.component;
+  d.table_id = c.table_id;
+  return d;
+}
 // Code word in bits 0-15, length above; 0 where the symbol is absent.
-std::vector<uint32_t> encoder_words(const Codebook& codebook);
+inline std::vector<uint32_t> encoder_words(const Codebook& c) {
+  std::vector<uint32_t> words;
+  for (size_t s = 0; s < c.lengths.size(); ++s) {
+    words.push_back(c.lengths[s] == 0 ? 0 : c.words[s] | uint32_t{c.lengths[s]} << 16);
+  }
+  return words;
+}
 
 }  // namespace tierkv

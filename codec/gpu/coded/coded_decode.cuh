@@ -14,9 +14,6 @@
 namespace tierkv {
 
 inline constexpr int32_t kDecodeWarps = 16;
-// A stream that begins inside the payload can be read this far behind its end.
-inline constexpr int32_t kDecodeSlackBytes =
-    kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8 + 16;
 // Codes from one token of a tile to the next: lanes of eight tokens meet in no bank.
 inline constexpr int32_t kTileStride = kSliceDims + 8;
 inline constexpr int32_t kCodesTileBytes = kTileTokens * kTileStride * 2;

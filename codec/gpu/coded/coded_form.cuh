@@ -33,20 +33,6 @@ struct CodeRange {
   }
 };
 
-// The narrowest raw form, as on the host.
-struct RawForm {
-  BlockMode mode;
-  int16_t base;
-};
-__device__ inline RawForm raw_form(const CodeRange& range) {
-  const int32_t low = range.lowest(), high = range.highest();
-  const BlockMode mode = high - low < 4     ? BlockMode::kRaw2
-                         : high - low < 16  ? BlockMode::kRaw4
-                         : high - low < 256 ? BlockMode::kRaw8
-                                            : BlockMode::kRaw16;
-  return {mode, mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(low)};
-}
-
 __device__ __forceinline__ void clear_block(void* block, int32_t bytes) {
   for (int32_t i = lane_index(); i < bytes / 16; i += kWarpLanes) {
     static_cast<uint4*>(block)[i] = make_uint4(0, 0, 0, 0);

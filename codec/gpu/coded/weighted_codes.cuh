@@ -141,7 +141,6 @@ struct QuickCode {
     const float rounded = add_rn(shifted, -kQuickBias);
     return {float_bits(shifted), std::fabs(fma_rn(y, inverse, -rounded))};
   }
-  __device__ __forceinline__ bool is_sure() const { return off < kSureOff && is_sure_code(bits); }
 };
 // The bits of the law's code of y, the value less its mean; kNoQuickCode where there is none.
 __device__ __noinline__ inline uint32_t exact_bits(const WeightedBlockJob* job, float y, int32_t d,

@@ -40,7 +40,7 @@ inline constexpr int32_t kWarpStateBytes = (sizeof(WarpState) + 15) / 16 * 16;
 TKV_HD int32_t weighted_decode_warp_bytes(const WeightedDecode& call) {
   return kWarpStateBytes + kFactorBytes + kCodesTileBytes +
          (keeps_first_slice(call) ? kFirstSliceBytes : 0) +
-         (call.max_block_bytes + kDecodeSlackBytes + 15) / 16 * 16;
+         (call.max_block_bytes + kPayloadSlackBytes + 15) / 16 * 16;
 }
 // Bytes of the table, a power of two; the region begins at a multiple of itself.
 TKV_HD int32_t weighted_region_bytes(const WeightedDecode& call) {

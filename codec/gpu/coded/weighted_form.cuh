@@ -57,7 +57,7 @@ struct EncodedSlice {
 
   // As the host's raw_header().
   __device__ __forceinline__ WeightedBlockHeader raw_header(const CodeRange& range) const {
-    const RawForm raw = raw_form(range);
+    const RawForm raw = raw_form(range.lowest(), range.highest());
     WeightedBlockHeader h;
     h.mode = raw.mode;
     h.component = component;

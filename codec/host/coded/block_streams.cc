@@ -61,7 +61,7 @@ const char* decode_coded(const OpenSlice& slice, const SliceBooks& books, const 
   memcpy(payload, slice.payload, used);
   memset(payload + used, 0, kPayloadSlackBytes);
   set.payload = payload;
-  alignas(64) uint16_t entries[kMaxBlockEntries];
+  alignas(64) uint16_t entries[kMaxBlockCodes];
   if (!decode_streams(books, set, entries)) {
     return "a stream does not end where the next one starts";
   }

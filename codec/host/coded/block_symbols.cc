@@ -227,15 +227,15 @@ void write_raw_tiles(const Slice& slice, Component component, int32_t bits, uint
 
 }  // namespace
 
-CodeRange code_range(const Slice& slice) {
-  CodeRange range{INT16_MAX, INT16_MIN};
+RawForm raw_form(const Slice& slice) {
+  int32_t lowest = INT16_MAX, highest = INT16_MIN;
   for (int32_t t = 0; t < slice.tokens; ++t) {
     for (int32_t d = 0; d < slice.dims; ++d) {
-      range.low = std::min(range.low, slice.at(t, d));
-      range.high = std::max(range.high, slice.at(t, d));
+      lowest = std::min(lowest, slice.at(t, d));
+      highest = std::max(highest, slice.at(t, d));
     }
   }
-  return range;
+  return raw_form(lowest, highest);
 }
 
 void plan_symbols(const Slice& slice, const SliceBooks& books, int32_t most_exceptions,
@@ -263,9 +263,8 @@ void write_plan(const Slice& slice, const SliceBooks& books, const SymbolPlan& p
   });
 }
 
-void write_raw_codes(const Slice& slice, Component component, const CodeRange& range,
-                     uint8_t* tiles) {
-  const int32_t bits = raw_bits(range.raw_mode()), base = range.raw_base();
+void write_raw_codes(const Slice& slice, Component component, const RawForm& raw, uint8_t* tiles) {
+  const int32_t bits = raw_bits(raw.mode), base = raw.base;
   write_raw_tiles(slice, component, bits, tiles, [&](int32_t t, int32_t d) {
     return (slice.at(t, d) - base) & ((1 << bits) - 1);
   });

@@ -10,7 +10,6 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kMaxBlockCodes = kBlockTokens * kSliceDims;
 inline constexpr int32_t kMaxStreams = 2 * kWarpLanes;
 
 // The codes of one slice.
@@ -22,22 +21,7 @@ struct Slice {
   int32_t at(int32_t token, int32_t dim) const { return codes[token * stride + dim]; }
 };
 
-struct CodeRange {
-  int32_t low, high;
-  // The narrowest raw form that holds every code: codes above the smallest one, or 16 bits as they
-  // are, and the code of value 0.
-  BlockMode raw_mode() const {
-    const int32_t range = high - low;
-    return range < 4     ? BlockMode::kRaw2
-           : range < 16  ? BlockMode::kRaw4
-           : range < 256 ? BlockMode::kRaw8
-                         : BlockMode::kRaw16;
-  }
-  int16_t raw_base() const {
-    return raw_mode() == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(low);
-  }
-};
-CodeRange code_range(const Slice& slice);
+RawForm raw_form(const Slice& slice);
 
 // A slice as code words of its books.
 struct SymbolPlan {
@@ -64,7 +48,6 @@ struct PlanTarget {
 void write_plan(const Slice& slice, const SliceBooks& books, const SymbolPlan& plan,
                 const PlanTarget& to);
 // All codes less the base, into zeroed bytes.
-void write_raw_codes(const Slice& slice, Component component, const CodeRange& range,
-                     uint8_t* tiles);
+void write_raw_codes(const Slice& slice, Component component, const RawForm& raw, uint8_t* tiles);
 
 }  // namespace tierkv

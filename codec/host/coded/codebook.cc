@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "codec/format/byte_cursor.h"
 #include "codec/format/huffman.h"
 
 namespace tierkv {
@@ -63,6 +64,19 @@ Digits digits_of(const Codebook& c, uint32_t symbol) {
     symbol /= radix;
   }
   return digits;
+}
+
+// The table whose entry is entry_of(symbol, digits) wherever the bits begin with the symbol's word.
+template <class T, class EntryOf>
+std::vector<T> make_table(const Codebook& c, const EntryOf& entry_of) {
+  std::vector<T> entries, table;
+  for (uint32_t symbol = 0; symbol < c.lengths.size(); ++symbol) {
+    entries.push_back(static_cast<T>(entry_of(symbol, digits_of(c, symbol).d)));
+  }
+  for (uint16_t symbol : build_lookup(c.lengths, c.words, c.max_length)) {
+    table.push_back(entries[symbol]);
+  }
+  return table;
 }
 
 void find_cheapest(Codebook* c) {
@@ -141,20 +155,11 @@ int32_t Codebook::symbol_count() const {
 }
 
 std::vector<uint32_t> device_table(const Codebook& c) {
-  std::vector<uint32_t> entry_of(c.lengths.size());
-  for (uint32_t symbol = 0; symbol < entry_of.size(); ++symbol) {
-    const Digits digits = digits_of(c, symbol);
-    const uint32_t* d = digits.d;
+  return make_table<uint32_t>(c, [&](uint32_t symbol, const uint32_t(&d)[4]) {
     const uint32_t fields =
         c.mode == BlockMode::kSingle ? d[0] << 16 : d[0] << 6 | d[1] << 22 | d[2] << 8 | d[3] << 24;
-    entry_of[symbol] = c.lengths[symbol] | fields;
-  }
-  std::vector<uint32_t> table;
-  table.reserve(size_t{1} << c.max_length);
-  for (uint16_t symbol : build_lookup(c.lengths, c.words, c.max_length)) {
-    table.push_back(entry_of[symbol]);
-  }
-  return table;
+    return c.lengths[symbol] | fields;
+  });
 }
 
 Status complete_codebook(Codebook* c) {
@@ -169,20 +174,13 @@ Status complete_codebook(Codebook* c) {
 
   c->words = assign_code_words(c->lengths);
   find_cheapest(c);
-  std::vector<uint16_t> entry_of(c->lengths.size());
-  for (uint32_t s = 0; s < entry_of.size(); ++s) {
-    const Digits digits = digits_of(*c, s);
-    uint32_t entry = c->lengths[s];
+  c->table = make_table<uint16_t>(*c, [c](uint32_t symbol, const uint32_t(&d)[4]) {
+    uint32_t entry = c->lengths[symbol];
     for (int32_t i = 0; i < c->codes_per_symbol(); ++i) {
-      entry |= digits.d[i] << (6 + digit_bits(c->mode) * i);
+      entry |= d[i] << (6 + digit_bits(c->mode) * i);
     }
-    entry_of[s] = static_cast<uint16_t>(entry);
-  }
-  c->table.clear();
-  c->table.reserve(size_t{1} << c->max_length);
-  for (uint16_t symbol : build_lookup(c->lengths, c->words, c->max_length)) {
-    c->table.push_back(entry_of[symbol]);
-  }
+    return entry;
+  });
   return Status::ok();
 }
 
@@ -192,24 +190,19 @@ int64_t codebook_bytes(const Codebook& c) {
 
 void serialize_codebook(const Codebook& c, std::vector<uint8_t>* out) {
   const std::vector<uint8_t> nibbles = length_nibbles(c.lengths);
-  const auto base = static_cast<uint32_t>(c.base);
-  const auto bytes = static_cast<uint32_t>(kCodebookHeaderBytes + (nibbles.size() + 1) / 2);
-  const uint32_t header[kCodebookHeaderBytes] = {kCodebookVersion,
-                                                 static_cast<uint32_t>(c.mode),
-                                                 static_cast<uint32_t>(c.component),
-                                                 c.table_id,
-                                                 static_cast<uint32_t>(c.levels) & 255,
-                                                 static_cast<uint32_t>(c.levels) >> 8,
-                                                 base & 255,
-                                                 base >> 8 & 255,
-                                                 static_cast<uint32_t>(c.max_length),
-                                                 static_cast<uint32_t>(c.streams_per_lane),
-                                                 bytes & 255,
-                                                 bytes >> 8};
-  for (uint32_t byte : header) out->push_back(static_cast<uint8_t>(byte));
+  ByteWriter w(out);
+  w.u8(kCodebookVersion);
+  w.u8(static_cast<uint32_t>(c.mode));
+  w.u8(static_cast<uint32_t>(c.component));
+  w.u8(c.table_id);
+  w.u16(static_cast<uint32_t>(c.levels));
+  w.u16(static_cast<uint32_t>(c.base));
+  w.u8(static_cast<uint32_t>(c.max_length));
+  w.u8(static_cast<uint32_t>(c.streams_per_lane));
+  w.u16(static_cast<uint32_t>(kCodebookHeaderBytes + (nibbles.size() + 1) / 2));
   for (size_t i = 0; i < nibbles.size(); i += 2) {
     const uint32_t high = i + 1 < nibbles.size() ? nibbles[i + 1] : 0;
-    out->push_back(static_cast<uint8_t>(nibbles[i] | high << 4));
+    w.u8(nibbles[i] | high << 4);
   }
 }
 

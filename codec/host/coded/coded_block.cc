@@ -21,13 +21,13 @@ void write_coded(const Slice& slice, const SliceBooks& books, const SymbolPlan& 
   write_plan(slice, books, plan, {block + at.low_plane, block + at.payload, block + at.exceptions});
 }
 
-CodedBlockHeader raw_header(const Slice& slice, Component component, const CodeRange& range) {
+CodedBlockHeader raw_header(const Slice& slice, Component component, const RawForm& raw) {
   CodedBlockHeader h;
-  h.mode = range.raw_mode();
+  h.mode = raw.mode;
   h.component = component;
   h.tokens = static_cast<uint8_t>(slice.tokens);
   h.dims = static_cast<uint8_t>(slice.dims);
-  h.base = range.raw_base();
+  h.base = raw.base;
   return h;
 }
 
@@ -47,8 +47,8 @@ void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint
   const SliceBooks books(codebook);
   SymbolPlan plan;
   plan_symbols(slice, books, kMaxExceptions, &plan);
-  const CodeRange range = code_range(slice);
-  CodedBlockHeader header = raw_header(slice, codebook.component, range);
+  const RawForm raw = raw_form(slice);
+  CodedBlockHeader header = raw_header(slice, codebook.component, raw);
   CodedBlockLayout at = block_layout(header);
   bool coded = false;
   if (plan.possible) {
@@ -64,7 +64,7 @@ void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint
   if (coded) {
     write_coded(slice, books, plan, at, block);
   } else {
-    write_raw_codes(slice, header.component, range, block + at.payload);
+    write_raw_codes(slice, header.component, raw, block + at.payload);
   }
   store_header(header, block);
   header.checksum = block_checksum(block, at.bytes);

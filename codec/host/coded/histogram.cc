@@ -8,23 +8,13 @@
 
 namespace tierkv {
 
-CodeHistogram::CodeHistogram(Component component, int32_t head_dim)
-    : component_(component),
-      head_dim_(head_dim),
-      singles_(65536, 0),
-      pairs_(65536, 0),
-      lone_(256, 0),
-      quads_(256, 0) {}
-
 CodeHistogram::CodeHistogram(Component component, int32_t head_dim, std::vector<uint64_t> singles,
                              std::vector<uint64_t> pairs)
     : component_(component),
       head_dim_(head_dim),
       has_quads_(false),
       singles_(std::move(singles)),
-      pairs_(std::move(pairs)),
-      lone_(256, 0),
-      quads_(256, 0) {
+      pairs_(std::move(pairs)) {
   for (int32_t code = INT16_MIN; code <= INT16_MAX; ++code) {
     const uint64_t n = count(code);
     if (n == 0) continue;

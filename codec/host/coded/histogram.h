@@ -22,7 +22,8 @@ class CodeHistogram {
   static constexpr int32_t kPairMin = -128;
   static constexpr int32_t kPairMax = 255;
 
-  CodeHistogram(Component component, int32_t head_dim);
+  CodeHistogram(Component component, int32_t head_dim)
+      : component_(component), head_dim_(head_dim), singles_(65536), pairs_(65536) {}
   // From counts of single codes [65536] and of pairs [65536], as below, without padding or quads.
   CodeHistogram(Component component, int32_t head_dim, std::vector<uint64_t> singles,
                 std::vector<uint64_t> pairs);
@@ -42,6 +43,10 @@ class CodeHistogram {
   int32_t max_code() const { return max_; }
   // Occurrences of any 16-bit code.
   uint64_t count(int32_t code) const { return singles_[static_cast<uint16_t>(code)]; }
+  // Where a pair is counted.
+  static size_t pair_index(int32_t first, int32_t second) {
+    return static_cast<size_t>(static_cast<uint8_t>(first)) << 8 | static_cast<uint8_t>(second);
+  }
   // Occurrences of `first` and `second` as the two codes of a pair, both in [kPairMin, kPairMax].
   uint64_t pair_count(int32_t first, int32_t second) const {
     return pairs_[pair_index(first, second)];
@@ -61,9 +66,6 @@ class CodeHistogram {
   }
 
  private:
-  static size_t pair_index(int32_t first, int32_t second) {
-    return static_cast<size_t>(static_cast<uint8_t>(first)) << 8 | static_cast<uint8_t>(second);
-  }
   static size_t quad_index(int32_t a, int32_t b, int32_t c, int32_t d) {
     return static_cast<size_t>((a & 3) | (b & 3) << 2 | (c & 3) << 4 | (d & 3) << 6);
   }
@@ -77,8 +79,8 @@ class CodeHistogram {
   bool has_quads_ = true;
   std::vector<uint64_t> singles_;  // [65536], by code modulo 2^16
   std::vector<uint64_t> pairs_;    // [256][256], by codes modulo 256
-  std::vector<uint64_t> lone_;     // [256]
-  std::vector<uint64_t> quads_;    // [4][4][4][4], by codes modulo 4
+  std::vector<uint64_t> lone_ = std::vector<uint64_t>(256);
+  std::vector<uint64_t> quads_ = std::vector<uint64_t>(256);  // [4][4][4][4], by codes modulo 4
   uint64_t padding_pairs_ = 0;
 };
 

@@ -174,7 +174,7 @@ bool decode(const SliceBooks& books, const StreamSet& set, uint16_t* entries) {
     return Lookup{books.of[f]->table.data(), books.of[f]->table.size() - 1};
   };
   if (books.single()) return decode_all(OneTable{lookup(0)}, set, entries);
-  Lookup of_symbol[kMaxStreamSymbols];
+  Lookup of_symbol[kMaxBlockCodes / kWarpLanes];
   const int32_t per_fragment = books.symbols_per_fragment();
   for (int32_t i = 0; i < set.symbols;) {
     for (int32_t n = 0; n < set.dim_blocks; ++n, i += per_fragment) {

@@ -13,10 +13,6 @@
 
 namespace tierkv {
 
-// Entries of a block: that of symbol i of stream s is [i * streams + s], so those of a tile lie
-// together.
-inline constexpr int32_t kMaxBlockEntries = kBlockTokens * kSliceDims;
-
 // The streams of a coded block. Positions are bits of the payload.
 struct StreamSet {
   const uint8_t* payload;  // with kPayloadSlackBytes readable bytes behind its last bit
@@ -25,12 +21,11 @@ struct StreamSet {
   int32_t symbols;                      // in each stream
   int32_t dim_blocks;                   // of the slice: a stream passes them once a tile
 };
-inline constexpr int32_t kMaxStreamSymbols = kMaxBlockEntries / kWarpLanes;
-inline constexpr int32_t kPayloadSlackBytes = kMaxStreamSymbols * kMaxCodeLength / 8 + 16;
 
 // Decodes all streams by table lookup. Whatever the bits are, every lookup gives a symbol of at
 // most kMaxCodeLength bits, so the reads stay within the slack. False, with some entries, where a
-// stream does not end at the next one's bound.
+// stream does not end at the next one's bound. The entry of symbol i of stream s is
+// entries[i * streams + s], so those of a tile lie together; a block has at most kMaxBlockCodes.
 bool decode_streams(const SliceBooks& books, const StreamSet& set, uint16_t* entries);
 
 // Row-major codes of one slice or tile.

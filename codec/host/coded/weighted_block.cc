@@ -21,14 +21,14 @@ struct Draft {
 };
 
 // The header of a slice's raw form. exponents: [tokens], null in all slices but the first.
-WeightedBlockHeader raw_header(const Slice& slice, Component component, const CodeRange& range,
+WeightedBlockHeader raw_header(const Slice& slice, Component component, const RawForm& raw,
                                const int8_t* exponents) {
   WeightedBlockHeader h;
-  h.mode = range.raw_mode();
+  h.mode = raw.mode;
   h.component = component;
   h.tokens = static_cast<uint8_t>(slice.tokens);
   h.dims = static_cast<uint8_t>(slice.dims);
-  h.base_or_books = static_cast<uint16_t>(range.raw_base());
+  h.base_or_books = static_cast<uint16_t>(raw.base);
   if (exponents == nullptr) return h;
   const auto [least, most] = std::minmax_element(exponents, exponents + slice.tokens);
   h.least_exponent = *least;
@@ -81,8 +81,8 @@ void encode_slice(const Slice& slice, const int8_t* exponents, const BookFamily&
   const SliceBooks& books = choice.books;
   SymbolPlan plan;
   plan_symbols(slice, books, kMaxWeightedExceptions, &plan);
-  const CodeRange range = code_range(slice);
-  Draft draft{raw_header(slice, books.first().component, range, exponents), {}};
+  const RawForm raw = raw_form(slice);
+  Draft draft{raw_header(slice, books.first().component, raw, exponents), {}};
   draft.at = weighted_layout(draft.header, 0);
   bool coded = false;
   if (plan.possible) {
@@ -104,7 +104,7 @@ void encode_slice(const Slice& slice, const int8_t* exponents, const BookFamily&
   if (coded) {
     write_coded(slice, books, plan, draft, block);
   } else {
-    write_raw_codes(slice, h.component, range, block + draft.at.payload);
+    write_raw_codes(slice, h.component, raw, block + draft.at.payload);
   }
   store_weighted_header(h, block);
   h.checksum = block_checksum(block, draft.at.bytes);

@@ -90,10 +90,6 @@ Result<std::vector<Codebook>> build_all(const std::vector<CodeHistogram>& histog
 
 constexpr int32_t kSmoothLow = -128, kSmoothHigh = 127;
 
-size_t pair_index(int32_t first, int32_t second) {
-  return static_cast<size_t>(static_cast<uint8_t>(first)) << 8 | static_cast<uint8_t>(second);
-}
-
 // Counts of single codes [65536] times 4096, with tails.
 std::vector<uint64_t> smoothed_singles(const CodeHistogram& sample) {
   std::vector<uint64_t> singles(65536, 0);
@@ -121,7 +117,7 @@ CodeHistogram smoothed(const CodeHistogram& sample) {
   for (int32_t a = kSmoothLow; a <= kSmoothHigh; ++a) {
     for (int32_t b = kSmoothLow; b <= kSmoothHigh; ++b) {
       const uint64_t expected = expected_count(single(a), single(b), total) / 4;
-      pairs[pair_index(a, b)] = (sample.pair_count(a, b) << 11) + expected;
+      pairs[CodeHistogram::pair_index(a, b)] = (sample.pair_count(a, b) << 11) + expected;
     }
   }
   return CodeHistogram(sample.component(), sample.head_dim(), std::move(singles), std::move(pairs));

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "codec/format/byte_cursor.h"
-#include "codec/host/page_codec_checks.h"
+#include "codec/host/page_codec.h"
 
 namespace tierkv::store {
 namespace {

@@ -108,7 +108,7 @@ inline size_t coded_attention_workspace_bytes(const CodedAttention& call,
   const size_t partials = EmulatedAttention::kCtas * 2 + call.num_rows;
   return partials * kCodedColumns * (call.head_dim + 2) * sizeof(float);
 }
-inline Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention&, int32_t) {
+inline Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention&) {
   return CodedAttentionGrid{};
 }
 inline Status attend_coded(const CodedAttention& call, const CodedAttentionGrid&, GpuStream) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "gpu/cuda_device.cuh"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/fresh_random.h"
 #include "tests/support/weighted_attention_world.h"
@@ -45,8 +46,16 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_b
   call.out = out.get();
   call.lse = lse.get();
   call.row_status = status.get();
-  call.most_shared_bytes = shared_bytes;
-  auto grid = coded_attention_grid(call, most_copies_log);
+  Result<DeviceLimits> limits = device_limits();
+  EXPECT_TRUE(limits.is_ok()) << limits.status().message();
+  if (!limits.is_ok()) return {};
+  if (shared_bytes > 0) limits->shared_bytes = std::min(limits->shared_bytes, shared_bytes);
+  const auto copies_log = [&] {
+    const auto grid = choose_coded_grid(call, *limits);
+    return grid.is_ok() ? grid->copies_log : 0;
+  };
+  while (copies_log() > most_copies_log) limits->shared_bytes -= 1024;  // less room, fewer copies
+  const auto grid = choose_coded_grid(call, *limits);
   EXPECT_TRUE(grid.is_ok()) << grid.status().message();
   if (!grid.is_ok()) return {};
   const DeviceArray<uint8_t> workspace(

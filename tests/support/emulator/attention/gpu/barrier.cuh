@@ -91,8 +91,5 @@ inline uint64_t* barrier_at(uint32_t address) {
 inline void wait_barrier(uint32_t barrier, uint32_t parity) {
   wait_barrier(barrier_at(barrier), parity);
 }
-inline int32_t arrive_acq_rel(int32_t* counter) {
-  return (*counter)++;
-}
 
 }  // namespace tierkv

@@ -64,9 +64,9 @@ struct BlockRun {
 
 // A warp's slot and its two barriers, of keys and of values, which take turns. Each ends a phase
 // for every pair of blocks.
-struct BlockRing {
-  uint32_t slot, barriers;  // shared addresses
-  uint32_t slot_bytes;
+struct BlockSlot {
+  uint32_t address, barriers;  // shared addresses
+  uint32_t bytes;
 
   __device__ __forceinline__ uint32_t barrier(int32_t i) const {
     return barriers + static_cast<uint32_t>(i % 2) * 8;

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// bench/baselines/rungs/arrivals.cuh for emulated CTAs, which run one after another.
+#pragma once
+
+#include <cstdint>
+
+namespace tierkv {
+
+inline int32_t arrive_acq_rel(int32_t* counter) {
+  return (*counter)++;
+}
+
+}  // namespace tierkv
