@@ -4,8 +4,8 @@
 #pragma once
 
 #include "attention/core/parts_join.cuh"
-#include "bench/baselines/rungs/arrivals.cuh"
 #include "bench/baselines/rungs/rung_params.h"
+#include "gpu/arrivals.cuh"
 #include "gpu/lanes.cuh"
 
 namespace tierkv {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/gpu/coded/coded_form.cuh"
+#include "gpu/arrivals.cuh"
 #include "store/rows/coded/device_coded_call.cuh"
 
 namespace tierkv::store {

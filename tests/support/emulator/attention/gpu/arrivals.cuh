@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench/baselines/rungs/arrivals.cuh for emulated CTAs, which run one after another.
+// gpu/arrivals.cuh for emulated CTAs, which run one after another.
 #pragma once
 
 #include <cstdint>
