@@ -35,16 +35,17 @@ __device__ __forceinline__ void load_side(const PageRef& page, int32_t slot, Com
   side->params = {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 16)};
 }
 
-// One component of a tile, by `lanes` lanes.
-__device__ __forceinline__ void clear_tile_side(const PageRef& page, int32_t tile, Component c,
-                                                int32_t lane = lane_index(), int32_t lanes = 32) {
+// One component of a tile.
+__device__ __forceinline__ void clear_tile_side(const PageRef& page, int32_t tile, Component c) {
   const PageLayout& layout = *page.layout;
   auto* codes = reinterpret_cast<uint4*>(page.bytes + layout.tile_codes_byte(c, tile));
   auto* metadata = reinterpret_cast<uint4*>(page.bytes + layout.tile_metadata_byte(c, tile));
 #pragma unroll 1
-  for (int32_t i = lane; i < layout.tile(c).bytes() / 16; i += lanes) codes[i] = {0, 0, 0, 0};
+  for (int32_t i = lane_index(); i < layout.tile(c).bytes() / 16; i += 32) {
+    codes[i] = {0, 0, 0, 0};
+  }
 #pragma unroll 1
-  for (int32_t i = lane; i < tile_metadata_bytes(layout.groups(c)) / 16; i += lanes) {
+  for (int32_t i = lane_index(); i < tile_metadata_bytes(layout.groups(c)) / 16; i += 32) {
     metadata[i] = {0, 0, 0, 0};
   }
 }

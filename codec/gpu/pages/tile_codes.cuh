@@ -48,19 +48,6 @@ __device__ __forceinline__ void load_half(const uint8_t* rows, int32_t th, DType
   }
 }
 
-// H x of each token.
-template <int32_t kDim>
-__device__ __forceinline__ void hadamard_half(HalfRows<kDim>& x) {
-  hadamard_sums<kDim>(x);
-  const float scale = hadamard_scale(hadamard_size(kDim, 0));
-  const float last_scale = hadamard_scale(hadamard_size(kDim, kDim - 1));
-#pragma unroll
-  for (int32_t i = 0; i < kDim / 4; ++i) {
-    const bool is_first = hadamard_size(kDim, 4 * (i & ~3)) == hadamard_size(kDim, 0);
-    x[i] = mul_rn(x[i], is_first ? scale : last_scale);
-  }
-}
-
 template <int32_t kDim, ChannelVector kVector>
 __device__ __forceinline__ void rotate_half(const Rotation& r, const ChannelPair* table,
                                             HalfRows<kDim>& x) {
@@ -74,7 +61,15 @@ __device__ __forceinline__ void rotate_half(const Rotation& r, const ChannelPair
       y = mul_rn(y, pair.factor[par]);
     }
   }
-  if (r.is_on) hadamard_half<kDim>(x);
+  if (!r.is_on) return;
+  hadamard_sums<kDim>(x);
+  const float scale = hadamard_scale(hadamard_size(kDim, 0));
+  const float last_scale = hadamard_scale(hadamard_size(kDim, kDim - 1));
+#pragma unroll
+  for (int32_t i = 0; i < kDim / 4; ++i) {
+    const bool is_first = hadamard_size(kDim, 4 * (i & ~3)) == hadamard_size(kDim, 0);
+    x[i] = mul_rn(x[i], is_first ? scale : last_scale);
+  }
 }
 
 // ---- codes ----

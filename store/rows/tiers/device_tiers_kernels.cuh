@@ -4,13 +4,14 @@
 // plan(): steps by a thread a row, chunks by 16 warps a row, which decide about what leaves. They
 // write tiers into the map, behind the body's end, where the map may say anything. Those of a step
 // are in the draft too; a chunk leaves the tokens of each side before every group of positions.
-// write(): tokens of a step one by one (device_tiers_tokens.cuh), whose places follow from the
-// draft; chunks by tiles (device_tiers_tiles.cuh). Bound: latency.
+// write(): of steps a warp a token, whose place follows from the draft; chunks go by tiles
+// (device_tiers_tiles.cuh). Bound: latency.
 #pragma once
 
 #include <cstdint>
 
-#include "codec/gpu/pages/lane_token.cuh"
+#include "codec/gpu/pages/lane_encode.cuh"
+#include "codec/gpu/pages/lane_rotation.cuh"
 #include "gpu/pdl.cuh"
 #include "store/place/device/commit.cuh"
 #include "store/rows/device_tokens.h"
@@ -342,6 +343,126 @@ __global__ void __launch_bounds__(32 * kChunkPlanWarps)
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   wait_for_previous_kernel();
   plan_tiers_row(c, static_cast<int32_t>(blockIdx.x), reinterpret_cast<RowSums*>(shared_bytes));
+}
+
+// A raw token as it is there, each lane its dims, and what is taken off its key.
+struct RawToken {
+  uint16_t x[2][kLaneChunks][4];
+  LaneValues key_mean;
+  bool is_half;
+};
+// All loads are in flight together.
+template <int32_t kDim>
+__device__ __forceinline__ void load_raw_token(const TiersCall& c, const TiersPlace& at,
+                                               int32_t entry, int32_t position, RawToken* token) {
+  const DeviceTokens tokens = device_tokens(c.view, c.works, entry, at.kv_head);
+  const bool is_held = position < tokens.held;
+  const int32_t in_ring = position % tokens.layout.ring_tokens;
+  const int64_t in_chunk = (position - tokens.held) * tokens.token_stride;
+  token->is_half = is_held || tokens.dtype == DType::kFloat16;
+  load_normal(at.key_mean(), kDim, token->key_mean);
+#pragma unroll
+  for (int32_t n = 0; n < 2 * kLaneChunks; ++n) {
+    const int32_t part = n / kLaneChunks, i = n % kLaneChunks;
+    const auto component = static_cast<Component>(part);
+    const bool is_there = has_chunk(i, kDim) && lane_dim(i) < kDim;
+    const uint8_t* const ring = tokens.raw + (part == 0 ? 0 : tokens.layout.value_ring) +
+                                raw_tile_byte(kDim, component, in_ring, lane_dim(i));
+    const uint16_t* const from = is_held
+                                     ? reinterpret_cast<const uint16_t*>(ring)
+                                     : (part == 0 ? tokens.k : tokens.v) + in_chunk + lane_dim(i);
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      const int32_t apart = is_held ? raw_tile_byte(kDim, component, 0, 8 * j) / 2 : 8 * j;
+      token->x[part][i][j] = is_there ? from[apart] : uint16_t{0};
+    }
+  }
+}
+
+// ---- write ----
+
+__device__ __forceinline__ void clear_slots(const PageRef& page, int32_t first, int32_t end) {
+  const LaneSide nothing = {};
+#pragma unroll 1
+  for (int32_t slot = first; slot < end; ++slot) {
+    store_whole_side(page, slot, Component::kKey, nothing);
+    store_whole_side(page, slot, Component::kValue, nothing);
+  }
+}
+
+// Behind the last token of a side, the last of `written`: the slots of its tile, unless the token
+// opened it, and the tiles of its page, where the call began them.
+__device__ __forceinline__ void clear_behind(const PageRef& page, int32_t slot, int32_t written) {
+  const int32_t in_tile = slot % kTileTokens;
+  if (in_tile < written && written > 1) {
+    clear_slots(page, slot + 1, slot - in_tile + kTileTokens);
+  }
+  if (slot >= written) return;
+#pragma unroll 1
+  for (int32_t tile = slot / kTileTokens + 1; tile < page.layout->tiles(); ++tile) {
+    clear_tile_side(page, tile, Component::kKey);
+    clear_tile_side(page, tile, Component::kValue);
+  }
+}
+
+// One component of a token into its slot. What a format cannot hold becomes 0 and a fault.
+template <int32_t kDim>
+__device__ __forceinline__ void write_tiers_part(const TiersCall& c, const TiersPlace& at,
+                                                 const RawToken& token, Component component,
+                                                 const PageRef& page, int32_t slot) {
+  const bool is_key = component == Component::kKey;
+  const int32_t part = is_key ? 0 : 1;
+  LaneValues x[1];
+#pragma unroll
+  for (int32_t n = 0; n < 4 * kLaneChunks; ++n) {
+    const int32_t i = n / 4, j = n % 4;
+    const uint16_t raw = is_key ? token.x[0][i][j] : token.x[1][i][j];
+    const float y = half_to_float(token.is_half ? raw : float_to_half(bfloat16_to_float(raw)));
+    x[0][i][j] = is_key ? add_rn(y, -token.key_mean[i][j]) : y;
+  }
+  if (at.has_basis()) rotate(c.codes.rotation[part], kDim, x[0]);
+  const auto side = static_cast<int32_t>(page.layout - at.of_class().layout);
+  LaneSide codes;
+  const StatusCode code =
+      worst_of_warp(encode_side(page, component, at.of_class().rule[side][part], x, &codes));
+  if (code != StatusCode::kOk) codes = {};
+  store_whole_side(page, slot, component, codes);
+  if (code != StatusCode::kOk && lane_index() == 0) {
+    report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
+  }
+}
+
+// Grid of warps: most_leaving tokens of every row.
+template <int32_t kDim>
+__global__ void __launch_bounds__(kTiersThreads, 8)
+    write_tiers_kernel(const __grid_constant__ TiersCall c) {
+  wait_for_previous_kernel();
+  commit(c.works);
+  const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
+  if (row >= c.num_rows || !c.works.has_pages()) return;
+  const TiersPlace at = place_of(c, row);
+  const TiersDraft draft = load_whole(c.scratch.drafts + row);
+  const int32_t i = warp - row * c.works.most_leaving, position = draft.first + i;
+  if (position >= draft.end) return;
+  if (i == 0 && lane_index() == 0) *at.state() = draft.after;
+  const auto tier = static_cast<BodyTier>(draft.tiers >> 2 * i & 3u);
+  if (!is_kept(tier)) return;
+  const int32_t side = side_of(tier);
+  const int32_t before =
+      side == kLowSide ? draft.before.tokens[kLowSide] : draft.before.tokens[kHighSide];
+  const int32_t after =
+      side == kLowSide ? draft.after.tokens[kLowSide] : draft.after.tokens[kHighSide];
+  const int32_t index = before + __popc(positions_of(draft.tiers, tier) & word_mask(0, i));
+  RawToken token;
+  load_raw_token<kDim>(c, at, row / c.view.num_kv_heads, position, &token);
+  const PageRef page = at.page(side, index);
+  const int32_t slot = index % page.layout->tokens;
+  if (after == before + 1) open_token_slot(page, slot);
+#pragma unroll
+  for (int32_t part = 0; part < 2; ++part) {
+    write_tiers_part<kDim>(c, at, token, static_cast<Component>(part), page, slot);
+  }
+  if (index + 1 == after) clear_behind(page, slot, after - before);
 }
 
 }  // namespace tierkv::store

@@ -2,9 +2,8 @@
 // The kernels of tiers that cut bodies and read them.
 #pragma once
 
-#include "codec/gpu/pages/lane_rotation.cuh"
 #include "gpu/pdl.cuh"
-#include "store/rows/tiers/device_tiers_tokens.cuh"
+#include "store/rows/tiers/device_tiers_kernels.cuh"
 
 namespace tierkv::store {
 
@@ -16,12 +15,7 @@ __device__ __forceinline__ void clear_rest(const TiersPlace& at, int32_t side, i
   if (n % kTileTokens == 0 || count == 0) return;
   const PageRef page = at.page(side, n);
   const int32_t slot = n % page.layout->tokens;
-  const int32_t end = slot + least(kTileTokens - n % kTileTokens, count);
-#pragma unroll 1
-  for (int32_t s = slot + lane_index() / kTokenLanes; s < end; s += kWarpTokens) {
-    clear_slot(page, s, Component::kKey);
-    clear_slot(page, s, Component::kValue);
-  }
+  clear_slots(page, slot, slot + least(kTileTokens - n % kTileTokens, count));
 }
 
 // A warp a row: what its table row is to hold or, where the tables were cut, its state. Slots

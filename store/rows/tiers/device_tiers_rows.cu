@@ -142,9 +142,8 @@ Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
   if (works.most_leaving == 0) return Status::ok();
   const TiersCall call = call_of(works);
   const bool is_step = works.most_leaving <= kMaxStepTokens;
-  const int64_t rows = call.num_rows, tokens = rows * works.most_leaving;
-  const int64_t warps = 2 * (is_step ? (tokens + kWarpTokens - 1) / kWarpTokens
-                                     : rows * most_tiles(works.most_leaving));
+  const int64_t warps =
+      call.num_rows * (is_step ? works.most_leaving : int64_t{2} * most_tiles(works.most_leaving));
   return with_head_dim(config_.layout.head_dim, [&](auto dim) {
     if (is_step) return launch(write_tiers_kernel<dim>, warps, call, "tiers");
     return launch(write_tiers_tiles_kernel<dim>, warps, call, "tiles of tiers",

@@ -4,9 +4,10 @@
 // holds, go token by token. Bound: instructions, as in codec/gpu/pages/tile_codes.cuh.
 #pragma once
 
+#include "codec/gpu/pages/tile_codes.cuh"
 #include "gpu/pdl.cuh"
 #include "gpu/warp_sums.cuh"
-#include "store/rows/tiers/device_tiers_tokens.cuh"
+#include "store/rows/tiers/device_tiers_kernels.cuh"
 
 namespace tierkv::store {
 
@@ -148,14 +149,10 @@ __device__ __forceinline__ void write_tiers_tile(const TiersCall& c, const Tiers
   if (!is_begun || !write_whole_tile<kDim>(c, at, t, part, page, positions, shared)) {
     __syncwarp();
 #pragma unroll 1
-    for (int32_t first = t.first; first < t.end; first += kWarpTokens) {
-      const int32_t i = first + lane_index() / kTokenLanes;
-      TokenPart token;
-      if (i < t.end) {
-        token = part_of_token<kDim>(c, at, t.row / c.view.num_kv_heads, positions[i - t.first],
-                                    t.side, page, i % tokens, part);
-      }
-      write_tokens<kDim>(c, at, token, part);
+    for (int32_t i = t.first; i < t.end; ++i) {
+      RawToken token;
+      load_raw_token<kDim>(c, at, t.row / c.view.num_kv_heads, positions[i - t.first], &token);
+      write_tiers_part<kDim>(c, at, token, part, page, i % tokens);
     }
   }
   const TiersDraft& draft = c.scratch.drafts[t.row];
@@ -170,9 +167,7 @@ __device__ __forceinline__ void write_tiers_tile(const TiersCall& c, const Tiers
 // Grid of warps: both components of most_tiles() tiles of every row. Shared memory:
 // kTiersTileBytes a warp.
 template <int32_t kDim>
-__global__ void __launch_bounds__(kTiersThreads, kDim == 64    ? 5
-                                                 : kDim <= 128 ? 4
-                                                               : 2)
+__global__ void __launch_bounds__(kTiersThreads)
     write_tiers_tiles_kernel(const __grid_constant__ TiersCall c) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   wait_for_previous_kernel();
