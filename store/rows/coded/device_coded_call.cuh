@@ -105,7 +105,6 @@ struct CodedCall {
   int32_t* lists = nullptr;
   bool writes = false;            // of write(): one group's tokens are in staging memory already
   bool by_entry = false;          // what one group does not hold is EncodeEntries'
-  bool finishes = false;          // MoveBlocks does what FinishEntries does, beside its own
   WeightedPlace* places[2] = {};  // [cells, heads]
   uint32_t* ends = nullptr;       // [cells]
   StatusCode* status = nullptr;   // [layers, layer_cells(), heads, 2], by places in the lists

@@ -87,8 +87,6 @@ class PlannedCodedRows : public AttendedCodedRows {
     if (Status s = keep_books(); !s) return s;
     const bool is_loaded = is_one_group(call) || call.by_entry;
     call.writes = true;
-    // No kernel of a single group reads what is finished.
-    call.finishes = is_one_group(call) && !call.by_entry;
     Status s = for_groups(call, [&](const CodedCall& of_group) {
       if (!is_loaded) {
         if (Status loaded = load_group(of_group); !loaded) return loaded;
@@ -103,8 +101,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     if (!s) return s;
     saved_ = nullptr;
     note(works);
-    if (call.by_entry || call.finishes) return Status::ok();
-    return run(OfCall<FinishEntries>{call}, works.entries(), 1);
+    return call.by_entry ? Status::ok() : run(OfCall<FinishEntries>{call}, works.entries(), 1);
   }
 
  protected:

@@ -62,61 +62,13 @@ struct EncodeCells : CallWork {
   }
 };
 
-// Writes into the slots what holds of the new blocks together, and commits. A CTA for an entry.
-struct FinishEntries : CallWork {
-  static constexpr int32_t kThreads = 256;
-
-  __device__ void operator()(uint8_t*) const {
-    commit(call.works);
-    if (!call.works.has_pages()) return;
-    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.works.entries();
-         e += static_cast<int32_t>(gridDim.x)) {
-      const EntryDraft& d = call.entries[e];
-      if (d.form != EntryForm::kNothing && d.failed == 0) finish(e, d);
-    }
-  }
-  // By a CTA.
-  __device__ void finish(int32_t e, const EntryDraft& d) const {
-    const CodedDevice& device = call.device;
-    const auto thread = static_cast<int32_t>(threadIdx.x);
-    const auto threads = static_cast<int32_t>(blockDim.x);
-    const auto [sequence, slot, layer] = call.works.entry(e);
-    const int32_t heads = call.heads();
-    const int32_t blocks = d.end_block - d.first_block;
-    const int64_t first = call.cell(e, 0);
-    for (int32_t b = thread; b < blocks; b += threads) {
-      device.ends(slot, layer)[d.first_block + b] = call.ends[first + b];
-    }
-    const bool becomes_fixed = d.form == EntryForm::kCoded && d.was_fixed == 0;
-    for (int32_t h = thread; h < heads; h += threads) {
-      CodedRowState state = call.rows[int64_t{e} * heads + h];
-      if (becomes_fixed) {
-        const int32_t row = device.row(slot, layer, h);
-        state.key_step = device.tables.key_steps[row];
-        state.value_step = device.tables.value_steps[row];
-      }
-      *device.state<CodedRowState>(slot, layer, device.shape.row_byte(h)) = state;
-    }
-    if (!becomes_fixed) return;
-    for (int32_t i = thread; i < heads * call.head_dim(); i += threads) {
-      const int32_t h = i / call.head_dim(), dim = i % call.head_dim();
-      device.state<uint16_t>(slot, layer, device.shape.means_byte(h))[dim] =
-          device.tables.key_means[int64_t{device.row(slot, layer, h)} * call.head_dim() + dim];
-    }
-    if (thread == 0) *device.state<int32_t>(slot, layer, device.shape.fixed_byte()) = 1;
-  }
-};
-
 // Places of the layer become places of the pool, which the directories get; blocks that plan() left
 // over their tokens go there. A warp for a block and component.
 struct MoveBlocks : CallWork {
   static constexpr int32_t kThreads = 128;
 
   __device__ void operator()(uint8_t*) const {
-    if (call.works.has_pages()) move_all();
-    if (call.finishes) FinishEntries{{call}}(nullptr);
-  }
-  __device__ void move_all() const {
+    if (!call.works.has_pages()) return;
     const int32_t items = cells_of_group(call) * call.heads() * 2;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       const CellOf cell = cell_of(call, i / 2 / call.heads());
