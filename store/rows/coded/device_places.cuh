@@ -110,7 +110,7 @@ struct OpenEntries {
 // table's row is to hold.
 struct PlaceBlocks {
   static constexpr int32_t kThreads = 1024;
-  static constexpr int32_t kSharedBytes = (4 * kThreads + kWarpLanes + 2) * 4;
+  static constexpr int32_t kSharedBytes = (3 * kThreads + kWarpLanes + 2) * 4;
   CodedCall call;
 
   __device__ void operator()(uint8_t* shared) const {
@@ -127,10 +127,8 @@ struct PlaceBlocks {
 
   // Blocks that are placed at once, a thread's each.
   struct Chunk {
-    static constexpr int32_t kStride = 8;
     int32_t* ends;   // [threads]: units up to the end of each block
     int32_t* next;   // [threads]: where a page that begins with the block is full
-    int32_t* jump;   // [threads]: the same kStride pages on
     int32_t* pages;  // [threads]: the first block of each page but the one that was begun
     int32_t* sums;   // [32]: of the warps
     int32_t* num_pages;
@@ -139,9 +137,8 @@ struct PlaceBlocks {
     __device__ explicit Chunk(int32_t* of)
         : ends(of),
           next(of + kThreads),
-          jump(of + 2 * kThreads),
-          pages(of + 3 * kThreads),
-          sums(of + 4 * kThreads),
+          pages(of + 2 * kThreads),
+          sums(of + 3 * kThreads),
           num_pages(sums + kWarpLanes),
           used(num_pages + 1) {}
     // The first of the blocks [first, count) that ends behind `end`.
@@ -166,31 +163,6 @@ struct PlaceBlocks {
       ends[thread()] = end + all;
       __syncthreads();
     }
-    // The block that begins the page so many pages on; count or more: none does.
-    __device__ int32_t pages_on(int32_t block, int32_t pages, int32_t count) const {
-      for (; pages > 0 && block < count; --pages) block = next[block];
-      return block;
-    }
-    // One thread goes from page to page, kStride at a time; the others find those between.
-    __device__ void list_pages(int32_t count, int32_t room) const {
-      const int32_t i = thread();
-      if (i < count) jump[i] = pages_on(i, kStride, count);
-      __syncthreads();
-      if (i == 0) {
-        int32_t found = 0;
-        for (int32_t b = first_behind(0, count, room); b < count; b = jump[b]) {
-          pages[found] = b, found += kStride;
-        }
-        *num_pages = found;
-      }
-      __syncthreads();
-      const int32_t first = i - i % kStride, listed = *num_pages;
-      const int32_t block = first < listed ? pages_on(pages[first], i - first, count) : count;
-      __syncthreads();
-      if (block >= count) return;
-      pages[i] = block;
-      if (next[block] >= count) *num_pages = i + 1;
-    }
   };
 
   // place_blocks() for a chunk. Returns where the thread's block goes.
@@ -200,7 +172,13 @@ struct PlaceBlocks {
     const int32_t used = *chunk.used, room = page_units - used % page_units;
     if (i < count) chunk.next[i] = chunk.first_behind(i, count, chunk.ends[i] - units + page_units);
     __syncthreads();
-    chunk.list_pages(count, room);
+    if (i == 0) {
+      int32_t pages = 0;
+      for (int32_t b = chunk.first_behind(0, count, room); b < count; b = chunk.next[b]) {
+        chunk.pages[pages++] = b;
+      }
+      *chunk.num_pages = pages;
+    }
     __syncthreads();
     int32_t page = 0;  // how many begin with the block or before it
     for (int32_t last = *chunk.num_pages; page < last;) {
