@@ -283,7 +283,7 @@ class Accounts(unittest.TestCase):
                 "void tierkv::store::(anonymous namespace)::run_body<tierkv::store::MakeAttentionRows>(tierkv::store::MakeAttentionRows)": "attention",
                 anon + "plan_kernel(tierkv::OpView)": "management",
                 anon + "take_kernel(tierkv::OpView)": "management",
-                "tierkv::store::commit_kernel(tierkv::store::CommitCall)": "management",
+                "tierkv::store::commit_kernel(tierkv::store::DeviceWorks)": "management",
                 "void tierkv::store::(anonymous namespace)::page_copy_kernel(int)": "management",
                 "void tierkv::store::(anonymous namespace)::run_body<tierkv::store::Encode>(tierkv::store::Encode)": "compression",
                 "void tierkv::store::count_channel_kernel<4>(int)": "compression",
