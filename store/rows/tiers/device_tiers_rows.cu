@@ -123,6 +123,7 @@ Status DeviceTiersRows::launch(Kernel kernel, int64_t warps, const Call& call, c
 }
 
 Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& counts) {
+  if (works.most_leaving == 0) return Status::ok();
   const int64_t rows = rows_of(works);
   TiersCall call = call_of(works);
   call.counts = counts;
@@ -138,6 +139,7 @@ Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& co
 }
 
 Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
+  if (works.most_leaving == 0) return Status::ok();
   const TiersCall call = call_of(works);
   const bool is_step = works.most_leaving <= kMaxStepTokens;
   const int64_t warps =
