@@ -140,8 +140,8 @@ struct CodedAttentionGrid {
 // The warps and then the copies that the device has room for. kUnsupported where one copy does not
 // fit.
 Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call);
-// The same for limits that are given: those of the device, or less shared memory.
 struct DeviceLimits;
+// The same for limits that are given: those of the device, or less shared memory.
 Result<CodedAttentionGrid> choose_coded_grid(const CodedAttention& call,
                                              const DeviceLimits& limits);
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);

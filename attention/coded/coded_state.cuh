@@ -81,7 +81,7 @@ struct CodedState : WarpColumns<kDimBlocks> {
                                       exp2_fast(fmaf(s[o][2 * h + 1], scale, -reference[1]))));
       }
     }
-    // The sum is that of the rounded ones.
+    // The sum is that of the rounded ones, and of all lanes: add_lanes() must not follow.
     constexpr uint32_t ones[4] = {kOneHalves, kOneHalves, kOneHalves, kOneHalves};
     float total[4] = {};
 #pragma unroll

@@ -28,7 +28,7 @@ void put_turns(RopePairing pairing, int32_t dim, const TurnOf& turn, std::vector
   }
 }
 
-// Of halves the dim blocks of the first half only: a pair's other dim is in the second.
+// For kHalves, only the dim blocks of the first half: the other dim of a pair is in the second.
 int32_t turned_blocks(RopePairing pairing, int32_t head_dim) {
   return head_dim / (pairing == RopePairing::kHalves ? 2 * kDimBlock : kDimBlock);
 }

@@ -59,8 +59,8 @@ class PartsJoin {
     join_groups();
   }
 
-  // One more part, behind join(): a finished output and its state. Without tokens it may be
-  // anything. `slice` is read by the lanes that write() it.
+  // One more part, behind join(): a finished output and its state. Where the part has no
+  // tokens, its slice may hold anything. `slice` is read by the lanes that write() it.
   __device__ __forceinline__ void add(SoftmaxState part, const uint16_t* slice, bool is_bfloat16) {
     if (part.is_empty()) return;
     move_reference(fmaxf(state_.reference, part.reference));

@@ -94,7 +94,8 @@ struct WarpColumns {
     for (float& x : sum) x = over_lanes(x);
   }
 
-  // After add_lanes(). part: float [columns][stride]; states: [columns]; columns: at most 8.
+  // The sums must be those of all lanes: after add_lanes(), or where the caller adds such. part:
+  // float [columns][stride]; states: [columns]; columns: at most 8.
   __device__ __forceinline__ void store(SoftmaxState* states, float* part, int32_t stride,
                                         int32_t columns) const {
     const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;

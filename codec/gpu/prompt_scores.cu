@@ -12,6 +12,8 @@
 namespace tierkv {
 namespace {
 
+constexpr uint32_t kMostGridLines = 65535;  // in z
+
 using ScoreKernel = void (*)(ScoreTask);
 
 struct ScoreLaunch {
@@ -72,6 +74,9 @@ Status launch(ScoreTask task, bool is_lse, GpuStream stream) {
   const KeyParts& parts = task.parts;
   const dim3 grid(p.num_kv_heads, p.num_sequences,
                   is_lse ? parts.query_tiles * parts.count : (p.max_tokens - 1) / chosen->rows + 1);
+  if (grid.z > kMostGridLines) {
+    return Status(StatusCode::kUnsupported, "prompt scores: max_tokens with this query_stride");
+  }
   if (Status s = check_image(cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),
                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   chosen->shared_bytes));

@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_stream(uint8_t* shared, const RowSource
     if (part < parts) {
       copy_part<kHeadDim>(shared, columns, stream, tile, lse, total_tokens, part);
     }
-    close_copy_group();  // an empty one, too, so that their number is known
+    close_copy_group();  // also an empty one, so that their number is known
   };
 #pragma unroll 1
   for (int32_t part = 0; part + 1 < Shape::kStages; ++part) start(part);

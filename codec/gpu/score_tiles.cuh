@@ -34,7 +34,8 @@ struct KeyParts {
   int32_t count = 0;        // of the last tile, at most
   int32_t keys = 0;         // of a part
 };
-// For tiles of `rows` queries and heads. A sum's order depends on max_tokens, heads and stride.
+// For tiles of `rows` queries and heads. A sum's order depends on max_tokens, the
+// numbers of heads, head_dim and query_stride.
 inline KeyParts split_keys(const SignificanceCall& p, int32_t rows) {
   constexpr int64_t kWantedCtas = 256;  // of a sequence: a large GPU runs them in two rounds
   constexpr int64_t kMostParts = 16;

@@ -155,7 +155,8 @@ __device__ __forceinline__ void multiply_tiles(
         wait_products<1>(scores[0]);
         taker->take(0, i, scores[0], scalars);
       }
-      // The loop inside keeps the compiler from waiting for all products before it takes any.
+      // wait_for() has a loop. Without one here the compiler waits for all products before it takes
+      // any score.
       wait_for(i + 1);
       wait_products<0>(scores[kLast]);
       taker->take(kLast, i, scores[kLast], scalars);

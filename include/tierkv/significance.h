@@ -61,15 +61,16 @@ struct TKV_API SignificanceCall {
   Status validate() const;
 };
 
-// All pointers in device memory, `starts` too. lse [num_q_heads, total_tokens] in, of
+// All pointers, also `starts`, are in device memory. lse [num_q_heads, total_tokens] in, of
 // counted queries alone; significance [num_kv_heads, total_tokens] out, of every token. Runs on
 // sm_80 and up; can be captured. kUnsupported where the binary has no code for the device, or not
-// the products that were asked for; kCuda when a launch fails.
+// the products that were asked for, or where a sequence has more counted queries than a launch
+// takes: half a million or more. kCuda when a launch fails.
 TKV_API Status prompt_significance(const SignificanceCall& p, const float* lse, float* significance,
                                    GpuStream stream);
 
-// lse [num_q_heads, total_tokens], natural logarithm, of counted queries. Of other queries the call
-// may use the entries; each keeps what is there or becomes NaN.
+// lse [num_q_heads, total_tokens], natural logarithm, of counted queries. The call may use the
+// entries of other queries: each of them keeps its value or becomes NaN.
 TKV_API Status prompt_lse(const SignificanceCall& p, float* lse, GpuStream stream);
 
 // The references, in double, one thread: all pointers in host memory, any head_dim, group and

@@ -176,8 +176,9 @@ class DeviceRowFormat {
   // fault; it is written as one that the format can hold.
   virtual Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
   // The tables hold what the plan asked for; works as plan() got them, nothing in between. `copies`
-  // [count * rows_per_sequence * kMaxSides], null where nothing was truncated. One kernel, which is
-  // always launched, commits the works.
+  // [count * rows_per_sequence * kMaxSides], null where nothing was truncated. One kernel commits
+  // the works. A format may launch none where nothing can leave (most_leaving is 0); the place does
+  // not call it then.
   virtual Status write(const DeviceWorks& works, const PageCopy* copies) = 0;
 
   // Attention over the bodies of a layer: out is normalised, lse natural, as merge_attention()

@@ -171,8 +171,8 @@ class RowFormat {
   virtual int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const = 0;
   virtual ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const = 0;
   // The inverse, in parts. kCorrupt: the bytes are hostile; everything that read() relies on is
-  // checked, but for what ranges are to be checked for. The bytes stay where they are until the
-  // ranges are copied. Any number of threads at once.
+  // checked, but for what ranges are to be checked for. The bytes, and work.bodies itself, stay
+  // where they are until the ranges are copied. Any number of threads at once.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) = 0;
   // The table holds what the plan asked for: makes the state and tells where bytes go.
   // It touches no page. For different layers, any number of threads at once.

@@ -7,7 +7,7 @@
 
 namespace tierkv::store {
 
-// By all threads of a grid of one dimension, or by some of it from the first on.
+// By all threads of a grid of one dimension, whose kernel has waited for the one before.
 __device__ __forceinline__ void commit(const DeviceWorks& works) {
   const DeviceCommit& c = works.commit;
   if (c.published == nullptr) return;

@@ -57,7 +57,8 @@ struct CountCall {
   int32_t first = 0, count = 0;  // of the sequences of the batch: those in the chunk of ids
   int32_t first_layer = 0, layers = 0;
   int32_t num_layers = 0, max_sequences = 0;
-  // What table rows hold now is what a plan finds: rows of a sequence, 0 where there is none.
+  // Where a plan follows, the kernel also copies what table rows hold. rows: of a sequence; 0: no
+  // plan follows.
   int32_t rows = 0;
   const SideCounts* held = nullptr;  // [max_sequences, rows]
   DeviceRowCounts row_counts;
@@ -65,7 +66,7 @@ struct CountCall {
   TKV_HD int32_t threads_of_sequence() const { return most(layers, rows); }
 };
 
-// What a plan leaves of table rows.
+// What a plan has made of the row counts.
 struct RowCountsCall {
   PageAllocator allocator;
   const int32_t* slots = nullptr;  // [count]

@@ -12,8 +12,8 @@ namespace tierkv::store {
 
 // What load and encode kernels do for a group, by a CTA for an entry: its blocks are a group in the
 // CTA's part of staging memory, of call.blocks cells. Where staging memory holds all blocks,
-// write() is what is left to do: to encode what plan() has not left over its tokens. It ends
-// write() either way.
+// only write() has work here: it encodes the blocks whose bytes plan() has not kept there. In both
+// cases write() ends here: entries are finished and counts committed.
 template <int32_t kPer>
 struct EncodeEntries {
   static constexpr int32_t kThreads = EncodeCells<kPer>::kThreads;

@@ -64,7 +64,7 @@ struct OneSequence {
     const Status s = feed.give(store.engine.get(), id, 0, tokens);
     EXPECT_TRUE(s) << s.message();
   }
-  // Of the sequence that has these tokens, given as one chunk.
+  // The moves of a sequence that got these tokens as one chunk.
   store::LayerMoves layers(int32_t tokens) const {
     store::LayerMoves moves;
     const store::LayerTokens at = store::after_append(store.place->laws(), {}, tokens);
