@@ -33,7 +33,7 @@ int32_t turned_blocks(RopePairing pairing, int32_t head_dim) {
   return head_dim / (pairing == RopePairing::kHalves ? 2 * kDimBlock : kDimBlock);
 }
 
-// Per (tile, dim block, lane, register). Of halves the first two registers of all lanes come
+// Per (tile, dim block, lane, register). For kHalves, the first two registers of all lanes come
 // before the other two.
 void place_turns(const RopeTable& rope, int32_t head_dim, std::vector<uint16_t>* out) {
   const int32_t together =
