@@ -318,8 +318,8 @@ ChannelJoin channel_join(const ChannelLaunch<Cache>& p) {
 inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
     join_channel_kernel(const __grid_constant__ ChannelJoin p) {
   touch_parameters(p, static_cast<int32_t>(threadIdx.x) / 32);
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const QueryColumns& columns = p.columns;
   const int32_t slices = slices_of(p.head_dim, kChannelJoinDims),
                 all_columns = columns.passes * columns.of_row;

@@ -77,8 +77,8 @@ inline __global__ void __launch_bounds__(kJoinWarps * 32, kJoinCtas)
     join_kernel(const __grid_constant__ CodedKernelParams params) {
   const JoinTask<kJoinDims> task(params,
                                  static_cast<int32_t>(blockIdx.x * kJoinWarps + threadIdx.x / 32));
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   PartsJoin<kJoinDims, 8, true> join(task.dims());
   join.join(task.parts(0, 1));
   task.write(join);
@@ -97,8 +97,8 @@ inline __global__ void __launch_bounds__(kMostJoinWarps * 32)
   auto* states = reinterpret_cast<SoftmaxState*>(shared);
   auto* accumulators = reinterpret_cast<float*>(states + warps);
   const JoinTask<kManyDims> task(params, static_cast<int32_t>(blockIdx.x));
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   PartsJoin<kManyDims, kJoinAhead / 2, true> part(task.dims());
   part.join(task.parts(warp, warps));
   part.store(states + warp, accumulators + warp * kManyDims);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/engine/engine_kernels.cuh"
 #include "gpu/cuda_device.cuh"
+#include "gpu/launch.cuh"
 
 namespace tierkv {
 namespace {
@@ -22,13 +23,15 @@ PageTableView table_view(const EngineConfig& config, const EngineBatch& batch,
 }  // namespace
 
 Status pack_queries(const EngineQueries& q, GpuStream stream) {
-  pack_queries_kernel<<<ctas_of(q.vectors()), kEngineThreads, 0, stream>>>(q);
-  return cuda_status(cudaGetLastError(), "queries of a batch");
+  return launch_after_previous(pack_queries_kernel, ctas_of(q.vectors()), kEngineThreads, 0, stream,
+                               q)
+      .with_context("queries of a batch");
 }
 
 Status unpack_outputs(const EngineQueries& q, GpuStream stream) {
-  unpack_outputs_kernel<<<ctas_of(q.vectors()), kEngineThreads, 0, stream>>>(q);
-  return cuda_status(cudaGetLastError(), "outputs of a batch");
+  return launch_after_previous(unpack_outputs_kernel, ctas_of(q.vectors()), kEngineThreads, 0,
+                               stream, q)
+      .with_context("outputs of a batch");
 }
 
 Result<EngineGrid> engine_grid(const EngineConfig& config) {
@@ -91,7 +94,8 @@ Status engine_attend(const EngineConfig& config, const EngineGrid& grid, const E
   attend_call.q = q->packed_q;
   attend_call.out = workspace_at<void>(workspace, layout.out);
   attend_call.lse = call.lse == nullptr ? nullptr : workspace_at<float>(workspace, layout.lse);
-  // The packing of queries began when all work before it had ended, and writes neither.
+  // The packing of queries lets attention start when all work before it has ended, and writes
+  // neither.
   attend_call.plan_is_settled = true;
   attend_call.settled[0] = Settled::kAll;
   if (Status s = attend(attention, of, attend_call, attention_part(workspace, layout), stream);

@@ -65,10 +65,11 @@ __device__ __forceinline__ void load_query(const EngineQueries& q, const WarpQue
   load_lane_values(static_cast<const uint16_t*>(q.q) + first, q.dtype, q.head_dim, x);
 }
 
-// The decode kernel that follows may begin at once: it waits for this kernel's end before it reads
-// queries.
+// The decode kernel that follows begins when all work before this one has ended, and waits for this
+// one's end before it reads queries.
 __global__ void __launch_bounds__(kEngineThreads)
     pack_queries_kernel(const __grid_constant__ EngineQueries q) {
+  wait_for_previous_kernel();
   let_next_kernel_start();
   const WarpQuery w = warp_query(q);
   if (w.vector >= q.vectors()) return;
@@ -113,6 +114,8 @@ __device__ __forceinline__ void count_stray_row(const EngineQueries& q, const Wa
 
 __global__ void __launch_bounds__(kEngineThreads)
     unpack_outputs_kernel(const __grid_constant__ EngineQueries q) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const WarpQuery w = warp_query(q);
   if (w.vector >= q.vectors()) return;
   count_stray_row(q, w);

@@ -182,7 +182,9 @@ class DeviceRowFormat {
   virtual Status write(const DeviceWorks& works, const PageCopy* copies) = 0;
 
   // Attention over the bodies of a layer: out is normalised, lse natural, as merge_attention()
-  // takes them. Bodies lie before the window, so every query sees all of them.
+  // takes them. Bodies lie before the window, so every query sees all of them. Launches at least
+  // one kernel; the one that is launched behind its last must find that all work before its first
+  // has ended: some kernel of it waits for the one before and only then lets the next one start.
   virtual Status attend(const DeviceAttendBody& call) = 0;
   // The range is not empty; nor is that of restore().
   virtual Status read(const DeviceRead& call) = 0;

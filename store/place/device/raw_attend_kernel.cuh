@@ -4,6 +4,10 @@
 // once. With count_query, what the queries saw of the ring's tokens is added to their RawScores:
 // the scores of the first items of a warp are kept for that, the others are computed again.
 //
+// Where there are bodies, raw tokens are attended to while the attention over bodies ends: what
+// they take from memory was there before that began (DeviceRowFormat::attend()). Only the join
+// waits.
+//
 // Tiles of the ring lie in memory as operands of mma.m16n8k16: a lane's loads are registers of it.
 // Bound: the bytes of the ring, 40 KB a row of head_dim 128 with 80 tokens.
 #pragma once
@@ -301,6 +305,7 @@ struct RawAttend {
     }
     part.add_lanes();
     part.store(shared.states[warp], shared.out[warp][0], shared.kStride, kColumns);
+    wait_for_previous_kernel();
     __syncthreads();
     join_columns(first_column);
   }
@@ -401,7 +406,8 @@ template <int32_t kHeadDim>
 __global__ void __launch_bounds__(kAttendThreads)
     raw_attend_kernel(const __grid_constant__ RawAttendCall c) {
   extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
-  wait_for_previous_kernel();
+  if (c.body_lse == nullptr) wait_for_previous_kernel();
+  let_next_kernel_start();
   RawAttend<kHeadDim> row{c, *reinterpret_cast<RawAttendShared<kHeadDim>*>(attend_shared_bytes)};
   const int32_t columns = c.group * c.q_len;
   for (int32_t first = 0; first < columns; first += kColumns) {

@@ -129,7 +129,8 @@ class DeviceTiersAttention {
     attend.out = out_;
     attend.lse = lse_;
     attend.tail.is_elsewhere = true;
-    // The packing of queries began when all work before it had ended, and writes neither.
+    // The packing of queries lets attention start when all work before it has ended, and writes
+    // neither.
     attend.plan_is_settled = true;
     std::fill_n(attend.settled, part.config.num_tiers, Settled::kAll);
     if (Status s = tierkv::attend(part.of_queries(call.q_len), part.grids[call.q_len - 1], attend,
