@@ -403,7 +403,7 @@ struct RawAttend {
 };
 
 template <int32_t kHeadDim>
-__global__ void __launch_bounds__(kAttendThreads)
+__global__ void __launch_bounds__(kAttendThreads, kHeadDim <= 128 ? 4 : 1)
     raw_attend_kernel(const __grid_constant__ RawAttendCall c) {
   extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
   if (c.body_lse == nullptr) wait_for_previous_kernel();
