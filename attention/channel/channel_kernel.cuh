@@ -27,6 +27,7 @@ struct ChannelLaunch {
   const uint16_t* q = nullptr;   // [num_rows / kv_heads, q_len, kv_heads, group, head_dim]
   uint16_t* out = nullptr;       // likewise
   float* lse = nullptr;          // likewise without head_dim, or null
+  PriorAttention prior;          // what `out` holds
   StatusCode* status = nullptr;  // of row r at r * status_stride
   int32_t status_stride = 0;
   float scale_log2 = 0;
@@ -244,9 +245,10 @@ class ChannelCta {
     }
     const int64_t place = columns.place(pass_row(item().row, pass), column);
     if (place < 0) return;
-    sum.write({p_.out + place * kHeadDim + dim,
-               p_.lse == nullptr || dim != 0 ? nullptr : p_.lse + place, p_.is_bfloat16,
-               -INFINITY});
+    sum.write_joined({p_.out + place * kHeadDim + dim,
+                      p_.lse == nullptr || dim != 0 ? nullptr : p_.lse + place, p_.is_bfloat16,
+                      -INFINITY},
+                     p_.prior, place, columns.head(pass_row(item().row, pass), column));
   }
 
   const ChannelLaunch<Cache>& p_;
@@ -296,6 +298,7 @@ struct ChannelJoin {
   bool is_bfloat16 = false;
   uint16_t* out = nullptr;
   float* lse = nullptr;
+  PriorAttention prior;
   const SoftmaxState* states = nullptr;
   const float* parts = nullptr;
 };
@@ -309,6 +312,7 @@ ChannelJoin channel_join(const ChannelLaunch<Cache>& p) {
   join.is_bfloat16 = p.is_bfloat16;
   join.out = p.out;
   join.lse = p.lse;
+  join.prior = p.prior;
   join.states = p.states;
   join.parts = p.parts;
   return join;
@@ -336,8 +340,10 @@ inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
   PartsJoin<kChannelJoinDims, kJoinedAtOnce, true> sum(p.head_dim - dim);
   sum.join(even_parts(p.states + first, p.parts + first * p.head_dim + dim, all_columns,
                       all_columns * p.head_dim, p.splits));
-  sum.write({p.out + place * p.head_dim + dim,
-             p.lse == nullptr || dim != 0 ? nullptr : p.lse + place, p.is_bfloat16, -INFINITY});
+  sum.write_joined(
+      {p.out + place * p.head_dim + dim, p.lse == nullptr || dim != 0 ? nullptr : p.lse + place,
+       p.is_bfloat16, -INFINITY},
+      p.prior, place, columns.head(pass_row, of_pass));
 }
 
 // num_items > 0; joins: rows may have several.

@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/core/prior_attention.h"
 #include "codec/format/coded_block_format.h"
 #include "codec/gpu/coded/coded_batch.h"
 #include "tierkv/layout.h"
@@ -85,8 +86,10 @@ struct CodedAttention {
   // Device, of dtype, [num_rows / num_kv_heads, q_len, num_kv_heads, columns, head_dim], 16-byte
   // aligned: with one query [num_rows, columns, head_dim].
   const void* q = nullptr;
+  bool q_is_settled = false;         // no kernel that may still run writes q or reads the workspace
   void* out = nullptr;               // device, like q
   float* lse = nullptr;              // device, like q without head_dim; may be null
+  PriorAttention prior;              // what `out` holds
   StatusCode* row_status = nullptr;  // device, out: [num_rows]
   void* workspace = nullptr;         // device, coded_attention_workspace_bytes(), 256-byte aligned
   // Device: the number of items, where rows may grow while a captured call is replayed; null:

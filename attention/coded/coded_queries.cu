@@ -30,7 +30,7 @@ __device__ float largest_of_cta(float x) {
 __global__ void __launch_bounds__(kThreads)
     convert_kernel(const __grid_constant__ CodedAttention call, QueryColumns columns,
                    ConvertedQueries to) {
-  wait_for_previous_kernel();
+  if (!call.q_is_settled) wait_for_previous_kernel();
   let_next_kernel_start();
   const auto row = static_cast<int32_t>(blockIdx.x);
   const int32_t count = columns.of_row * call.head_dim;
@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   if (call.dtype == DType::kFloat16) {
     for (int32_t i = first; i < count; i += kThreads) halves[i] = bits_of(i);
     if (first == 0) to.units[row] = 1.0f;
+    wait_for_previous_kernel();
     return;
   }
   float largest = 0.0f;
@@ -55,6 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     halves[i] = float_to_half(bfloat16_to_float(bits_of(i)) * inverse);
   }
   if (first == 0) to.units[row] = unit;
+  wait_for_previous_kernel();  // whoever waits for this kernel waits for that one
 }
 
 }  // namespace

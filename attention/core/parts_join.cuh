@@ -7,6 +7,7 @@
 
 #include "attention/core/columns.h"
 #include "attention/core/online_softmax.h"
+#include "attention/core/prior_attention.h"
 #include "attention/work/work.h"
 #include "gpu/lanes.cuh"
 #include "gpu/math.cuh"
@@ -59,8 +60,8 @@ class PartsJoin {
     join_groups();
   }
 
-  // One more part, behind join(): a finished output and its state. Where the part has no
-  // tokens, its slice may hold anything. `slice` is read by the lanes that write() it.
+  // Joins a finished output and its state, behind join(). Where that has no tokens, its slice may
+  // hold anything. `slice` is read by the lanes that write() it.
   __device__ __forceinline__ void add(SoftmaxState part, const uint16_t* slice, bool is_bfloat16) {
     if (part.is_empty()) return;
     move_reference(fmaxf(state_.reference, part.reference));
@@ -94,16 +95,21 @@ class PartsJoin {
     bool is_bfloat16;
     float sink;
   };
-  // Returns the lse.
-  __device__ __forceinline__ float write(const Output& to) const {
+  __device__ __forceinline__ void write(const Output& to) const {
     const FinishedState finished = finish(state_, to.sink);
     if (to.lse != nullptr && lane() == 0) *to.lse = finished.lse;
-    if (!writes()) return finished.lse;
+    if (!writes()) return;
     const float by = finished.scale;
     const float4 x = {x_.x * by, x_.y * by, x_.z * by, x_.w * by};
     *reinterpret_cast<uint2*>(to.slice + first_dim()) =
         uint2{pack_outputs(x.x, x.y, to.is_bfloat16), pack_outputs(x.z, x.w, to.is_bfloat16)};
-    return finished.lse;
+  }
+  // The vector at `place` of the outputs, joined with what is there. to.sink is not read.
+  __device__ __forceinline__ void write_joined(Output to, const PriorAttention& prior,
+                                               int64_t place, int32_t q_head) {
+    if (prior.lse != nullptr) add(state_of_lse(prior.lse[place]), to.slice, to.is_bfloat16);
+    to.sink = prior.sink(q_head);
+    write(to);
   }
 
  private:

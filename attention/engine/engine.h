@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "attention/core/prior_attention.h"
 #include "attention/core/workspace.h"
 #include "codec/format/block_cache.h"
 #include "tierkv/engine.h"
@@ -86,6 +87,11 @@ struct EngineQueries {
   const void* q = nullptr;
   void* out = nullptr;
   float* lse = nullptr;
+  // What `out` holds of the same queries, by packed vectors.
+  PriorAttention prior;
+  // What was enqueued before packing began when all work before that had ended, and writes neither
+  // q nor what attention reads before it waits: packing and attention need not wait for it.
+  bool is_settled = false;
   EngineStrides q_strides, out_strides, lse_strides;
   void* packed_q = nullptr;
   const void* packed_out = nullptr;

@@ -6,6 +6,7 @@
 // the cache that is read for them.
 #pragma once
 
+#include "attention/core/online_softmax.h"
 #include "attention/engine/engine.h"
 #include "codec/gpu/pages/lane_rotation.cuh"
 #include "gpu/pdl.cuh"
@@ -69,10 +70,9 @@ __device__ __forceinline__ void load_query(const EngineQueries& q, const WarpQue
 // one's end before it reads queries.
 __global__ void __launch_bounds__(kEngineThreads)
     pack_queries_kernel(const __grid_constant__ EngineQueries q) {
-  wait_for_previous_kernel();
+  if (!q.is_settled) wait_for_previous_kernel();
   let_next_kernel_start();
   const WarpQuery w = warp_query(q);
-  if (w.vector >= q.vectors()) return;
   LaneValues x = {};
   if (w.token >= 0) {
     const float* reflection = q.reflection_of(w.head);
@@ -82,8 +82,11 @@ __global__ void __launch_bounds__(kEngineThreads)
     rotate(q.rotation, q.head_dim, x);
     if (reflection != nullptr) reflect(normal, q.head_dim, x);
   }
-  store_outputs(x, q.packed_dtype, q.head_dim,
-                static_cast<uint16_t*>(q.packed_q) + w.vector * q.head_dim);
+  if (w.vector < q.vectors()) {
+    store_outputs(x, q.packed_dtype, q.head_dim,
+                  static_cast<uint16_t*>(q.packed_q) + w.vector * q.head_dim);
+  }
+  wait_for_previous_kernel();  // whoever waits for this kernel waits for that one
 }
 
 // In all lanes.
@@ -101,6 +104,25 @@ __device__ __forceinline__ float mean_product(const EngineQueries& q, const Warp
 #pragma unroll
   for (int32_t lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kFullWarp, sum, lanes);
   return sum;
+}
+
+// A body's output and its log-sum-exp, joined with what `to` holds of other tokens.
+__device__ __forceinline__ float join_prior(const EngineQueries& q, const WarpQuery& w, float lse,
+                                            const uint16_t* to, LaneValues& x) {
+  const SoftmaxState body = state_of_lse(lse), prior = state_of_lse(q.prior.lse[w.vector]);
+  const SoftmaxState whole = join(body, prior);
+  const FinishedState finished = finish(whole, q.prior.sink(w.head));
+  const float of_body = share(body, whole) * finished.scale,
+              of_prior = share(prior, whole) * finished.scale;
+  LaneValues y;
+  load_lane_values(to, q.dtype, q.head_dim, y);
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+    float& z = x[i / 4][i % 4];
+    z *= of_body;
+    if (of_prior != 0.0f) z = fmaf(of_prior, y[i / 4][i % 4], z);  // else it may hold anything
+  }
+  return finished.lse;
 }
 
 // Counts a row whose pages or counts led outside their tables, once.
@@ -124,12 +146,15 @@ __global__ void __launch_bounds__(kEngineThreads)
   load_lane_values(static_cast<const uint16_t*>(q.packed_out) + w.vector * q.head_dim,
                    q.packed_dtype, q.head_dim, x);
   rotate_back(q.out_rotation, q.head_dim, x);
-  store_outputs(
-      x, q.dtype, q.head_dim,
-      static_cast<uint16_t*>(q.out) + w.token * q.out_strides.token + w.head * q.out_strides.head);
-  if (q.lse == nullptr) return;
-  const float lse = q.packed_lse[w.vector] + q.sm_scale * mean_product(q, w);
-  if (lane_index() == 0) {
+  auto* const to =
+      static_cast<uint16_t*>(q.out) + w.token * q.out_strides.token + w.head * q.out_strides.head;
+  float lse = 0.0f;
+  if (q.lse != nullptr || q.prior.lse != nullptr) {
+    lse = q.packed_lse[w.vector] + q.sm_scale * mean_product(q, w);
+  }
+  if (q.prior.lse != nullptr) lse = join_prior(q, w, lse, to, x);
+  store_outputs(x, q.dtype, q.head_dim, to);
+  if (q.lse != nullptr && lane_index() == 0) {
     q.lse[w.token * q.lse_strides.token + w.head * q.lse_strides.head] = lse;
   }
 }

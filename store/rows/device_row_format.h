@@ -14,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "attention/core/prior_attention.h"
 #include "codec/format/head_dim.h"
 #include "store/engine/tokens.h"
 #include "store/place/place.h"
@@ -132,7 +133,8 @@ struct DeviceAttendBody {
   int32_t most_tokens = 0;  // a bound for at.tokens
   const void* q = nullptr;  // [count, q_len, num_q_heads, head_dim] of dtype
   void* out = nullptr;      // like q
-  float* lse = nullptr;     // [count, q_len, num_q_heads]; -infinity: no body
+  float* lse = nullptr;     // [count, q_len, num_q_heads]; may be null
+  PriorAttention prior;     // over raw tokens
   DType dtype = DType::kFloat16;
   bool is_captured = false;  // its memory is written anew in every replay
   bool new_plan = false;     // the first layer since a step began: works are to be cut anew
@@ -181,10 +183,8 @@ class DeviceRowFormat {
   // not call it then.
   virtual Status write(const DeviceWorks& works, const PageCopy* copies) = 0;
 
-  // Attention over the bodies of a layer: out is normalised, lse natural, as merge_attention()
-  // takes them. Bodies lie before the window, so every query sees all of them. Launches at least
-  // one kernel; the one that is launched behind its last must find that all work before its first
-  // has ended: some kernel of it waits for the one before and only then lets the next one start.
+  // Attention over the bodies of a layer, joined with what `out` holds (PriorAttention). Bodies lie
+  // before the window, so every query sees all of them.
   virtual Status attend(const DeviceAttendBody& call) = 0;
   // The range is not empty; nor is that of restore().
   virtual Status read(const DeviceRead& call) = 0;

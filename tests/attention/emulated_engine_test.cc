@@ -156,6 +156,75 @@ TEST_F(EmulatedEngine, ABatchIsAttendedAsOnTheHost) {
   }
 }
 
+// A vector's output, its body's share and that of what was there, against sums in double.
+TEST_F(EmulatedEngine, OutputsAreJoinedWithWhatIsThere) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    EngineShape shape = random_shape(head_dim, 2);
+    SCOPED_TRACE(testing::Message() << shape.blocks.format << " dim " << head_dim);
+    EngineWorld e(shape, rng_);
+    EngineQueries q = *engine_queries(e.config, e.call());
+    const auto random_lse = [&] {
+      return uniform(0, 3) == 0 ? -INFINITY : static_cast<float>(uniform(-300, 300)) / 100;
+    };
+    std::vector<uint16_t> packed;
+    std::vector<float> lse, prior_lse, sinks;
+    for (int64_t i = 0; i < q.vectors(); ++i) {
+      lse.push_back(random_lse()), prior_lse.push_back(random_lse());
+      for (int32_t d = 0; d < head_dim; ++d) {
+        packed.push_back(float_to_half(static_cast<float>(uniform(-100, 100)) / 50));
+      }
+    }
+    for (int32_t h = 0; h < q.num_q_heads; ++h) sinks.push_back(random_lse());
+    q.packed_dtype = DType::kFloat16;
+    q.packed_out = packed.data();
+    q.packed_lse = lse.data();
+    const auto ctas = static_cast<int32_t>((q.vectors() + kEngineWarps - 1) / kEngineWarps);
+    run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+    const std::vector<uint16_t> body = e.out;
+    const std::vector<float> body_lse = e.lse;
+
+    std::vector<uint16_t> there;
+    const DType dtype = shape.blocks.dtype;
+    for (size_t i = 0; i < e.out.size(); ++i) {
+      there.push_back(float_to_raw(dtype, static_cast<float>(uniform(-100, 100)) / 50));
+    }
+    e.out = there;
+    q.prior.lse = prior_lse.data();
+    if (uniform(0, 1) == 1) q.prior.sinks = sinks.data();
+    const auto for_each_vector = [&](const auto& each) {
+      for (int64_t i = 0; i < q.vectors(); ++i) {
+        const int64_t line = i / q.num_q_heads;
+        const auto head = static_cast<int32_t>(i % q.num_q_heads);
+        const int64_t token = q.token_of(static_cast<int32_t>(line / q.queries()),
+                                         static_cast<int32_t>(line % q.queries()));
+        if (token < 0) continue;
+        each(i, head, token * q.out_strides.token + head * q.out_strides.head,
+             token * q.lse_strides.token + head * q.lse_strides.head);
+      }
+    };
+    // What has no tokens may hold anything.
+    for_each_vector([&](int64_t i, int32_t, int64_t out, int64_t) {
+      if (prior_lse[i] == -INFINITY) std::fill_n(e.out.begin() + out, head_dim, uint16_t{0x7fff});
+    });
+    run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+    const double rounding = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;  // of either result
+    for_each_vector([&](int64_t i, int32_t head, int64_t out, int64_t at) {
+      const double a = std::exp(double{body_lse[at]}), b = std::exp(double{prior_lse[i]});
+      const double all = a + b + std::exp(double{q.prior.sink(head)});
+      if (all == 0) {
+        EXPECT_EQ(e.lse[at], -INFINITY);
+        return;
+      }
+      ASSERT_NEAR(e.lse[at], std::log(all), 1e-5);
+      for (int32_t d = 0; d < head_dim; ++d) {
+        const double of_body = e.value(body, out + d), of_prior = raw_to_float(dtype, there[out + d]);
+        const double bound = (std::abs(of_body) + std::abs(of_prior)) * (2 * rounding + 1e-5) + 1e-7;
+        ASSERT_NEAR(e.value(e.out, out + d), (a * of_body + b * of_prior) / all, bound) << d;
+      }
+    });
+  }
+}
+
 TEST_F(EmulatedEngine, StrayRowsAreCounted) {
   EngineShape shape = random_shape(64, 2);
   shape.sequences.clear();

@@ -221,10 +221,11 @@ TEST(EmulatedPlaceFaults, TokensThatLeaveAtOnce) {
   }
 }
 
-// One row of the attention: queries of a sequence and kv_head.
+// One row of the attention: queries of a sequence and kv_head. body_lse: of other tokens, which
+// the count must know of.
 struct Attended {
-  std::vector<uint16_t> q, out, body;
-  std::vector<float> lse, body_lse, sinks;
+  std::vector<uint16_t> q, out;
+  std::vector<float> lse, body_lse, whole_lse, sinks, kept;
   RawAttendCall call;
 
   Attended(RawWorld* w, int32_t group, int32_t q_len, DType dtype) {
@@ -232,7 +233,6 @@ struct Attended {
     const int64_t lines = int64_t{w->sequences} * q_len * w->kv_heads * group;
     for (int64_t i = 0; i < lines * dim; ++i) {
       q.push_back(float_to_raw(dtype, w->input.real(-1, 1)));
-      body.push_back(float_to_raw(dtype, w->input.real(-1, 1)));
     }
     for (int64_t i = 0; i < lines; ++i) {
       body_lse.push_back(w->input.chance(0.2) ? -INFINITY : w->input.real(-1, 6));
@@ -240,8 +240,11 @@ struct Attended {
     for (int32_t i = 0; i < w->kv_heads * group; ++i) {
       sinks.push_back(w->input.chance(0.5) ? -INFINITY : w->input.real(-2, 4));
     }
-    out = body;
+    out.assign(q.size(), 0xffff);
     lse.assign(lines, NAN);
+    whole_lse = lse;
+    const int64_t scores = kKeptTiles * kTileTokens * kRawColumns;
+    kept.assign(w->sequences * w->kv_heads * scores, NAN);
     call.memory = w->memory();
     call.raw = w->rows.layout;
     call.laws = w->laws;
@@ -286,17 +289,16 @@ void expect_attends(int32_t round) {
   a.call.out = a.out.data();
   a.call.lse = a.lse.data();
   const bool has_body = w.input.chance(0.7), has_sinks = w.input.chance(0.5);
-  if (has_body) a.call.body_lse = a.body_lse.data();
   if (has_sinks) a.call.sinks = a.sinks.data();
-  a.call.count_query = w.input.chance(0.7);
+  if (group * q_len <= kRawColumns && w.input.chance(0.8)) a.call.kept = a.kept.data();
   std::fill_n(attend_shared_bytes, sizeof(RawAttendShared<kHeadDim>), 0xff);
   emulate(w.sequences * w.kv_heads, 1, kAttendThreads,
           [&] { raw_attend_kernel<kHeadDim>(a.call); });
   EXPECT_EQ(w.fault.status, StatusCode::kOk);
 
   // Scores: products of fp16 inputs summed in fp32 by steps that cut off at 2^-23, |q| <= 1 and
-  // |k| < 64: 1e-3. Outputs: probabilities of fp16 (2^-11), the body's part and the result in the
-  // type of out; a score's error e moves an output by 2 e max|v|.
+  // |k| < 64: 1e-3. Outputs: probabilities of fp16 (2^-11), the result in the type of out; a score's
+  // error e moves an output by 2 e max|v|.
   const int32_t heads = w.kv_heads * group;
   for (int32_t i = 0; i < w.sequences; ++i) {
     for (int32_t h = 0; h < w.kv_heads; ++h) {
@@ -323,30 +325,24 @@ void expect_attends(int32_t round) {
             sum += weight[p];
             for (int32_t d = 0; d < kHeadDim; ++d) expected[d] += weight[p] * double{v[d]};
           }
-          if (has_body) {
-            const double of_body = std::exp(double{a.body_lse[line]});
-            sum += of_body;
-            for (int32_t d = 0; d < kHeadDim; ++d) {
-              expected[d] += of_body * double{raw_to_float(dtype, a.body[line * kHeadDim + d])};
-            }
-          }
           if (has_sinks) sum += std::exp(double{a.sinks[h * group + g]});
+          const double whole = sum + (has_body ? std::exp(double{a.body_lse[line]}) : 0.0);
+          a.whole_lse[line] = static_cast<float>(std::log(whole));
           if (sum == 0) {
             EXPECT_EQ(a.lse[line], -INFINITY);
             continue;
           }
           ASSERT_NEAR(a.lse[line], std::log(sum), 2e-3 + 1e-6 * std::abs(std::log(sum)));
           const double rounding = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
-          const double bound = most_value * (2 * rounding + 0x1p-10 + 4e-3);
+          const double bound = most_value * (rounding + 0x1p-10 + 4e-3);
           for (int32_t d = 0; d < kHeadDim; ++d) {
             ASSERT_NEAR(raw_to_float(dtype, a.out[line * kHeadDim + d]), expected[d] / sum, bound)
                 << "dim " << d;
           }
           for (int32_t p = 0; p <= position; ++p) {
-            largest[p] = std::max(largest[p], weight[p] / sum);
+            largest[p] = std::max(largest[p], weight[p] / whole);
           }
         }
-        if (!a.call.count_query) continue;
         for (int32_t p = ring_first(w.laws, at[i]); p < position; ++p) {
           uint8_t* row = w.host_raw(i) + int64_t{h} * w.rows.layout.row_bytes;
           RawScore score = read_score(w.rows, row, p);
@@ -356,6 +352,13 @@ void expect_attends(int32_t round) {
           write_score(w.rows, row, p, score);
         }
       }
+    }
+  }
+  a.call.lse = a.whole_lse.data();
+  emulate(w.sequences * w.kv_heads, 1, kAttendThreads,
+          [&] { raw_count_kernel<kHeadDim>(a.call); });
+  for (int32_t i = 0; i < w.sequences; ++i) {
+    for (int32_t h = 0; h < w.kv_heads; ++h) {
       for (int32_t p = ring_first(w.laws, at[i]); p < at[i].tokens; ++p) {
         const int64_t row = int64_t{h} * w.rows.layout.row_bytes;
         const RawScore expected = read_score(w.rows, w.host_raw(i) + row, p);

@@ -101,20 +101,22 @@ struct RawAppendCall : RawCall {
   bool is_checked = false;  // the row format has checked the tokens that go into the body
 };
 
+inline constexpr int32_t kRawColumns = 8;  // of a round of attention over raw tokens
+inline constexpr int32_t kKeptTiles = 8;   // of a row, whose scores stay for the count
 struct RawAttendCall : RawCall {
   const int32_t* slots = nullptr;   // [count]
   const LayerTokens* at = nullptr;  // [count]
   int32_t group = 0, q_len = 1;
-  const uint16_t* q = nullptr;  // [count, q_len, num_kv_heads * group, head_dim] of dtype
-  // With body_lse: the bodies' attention, and then what becomes of it.
-  uint16_t* out = nullptr;
-  const float* body_lse = nullptr;  // [count, q_len, num_kv_heads * group]; null: no bodies
-  float* lse = nullptr;             // likewise; may be null, or body_lse
-  const float* sinks = nullptr;     // learned, [num_kv_heads * group]; may be null
+  const uint16_t* q = nullptr;   // [count, q_len, num_kv_heads * group, head_dim] of dtype
+  uint16_t* out = nullptr;       // likewise
+  float* lse = nullptr;          // likewise without head_dim; may be null where nothing is counted
+  const float* sinks = nullptr;  // learned, [num_kv_heads * group]; may be null
+  // Scores of the ring's first tiles, for the count; null: that computes them again.
+  // [count * num_kv_heads, kKeptTiles, 16 * kRawColumns]
+  float* kept = nullptr;
   float sm_scale = 0;
   DType dtype = DType::kFloat16;
-  bool prunes = false;       // tokens may be RawScore::kPruned
-  bool count_query = false;  // adds to the scores of the ring
+  bool prunes = false;  // tokens may be RawScore::kPruned
 };
 
 struct RawReadCall : RawCall {

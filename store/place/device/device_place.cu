@@ -208,8 +208,8 @@ Status DevicePlace::append_chunk(const LayerAppend& call, const LayerMoves& move
   return append_raw(raw, static_cast<int32_t>(moves.size()));
 }
 
-// out and body_lse_ of the bodies; false: none of the sequences has one.
-Result<bool> DevicePlace::attend_bodies(const LayerAttend& call, const LayerMoves& moves) {
+// What the format attends to; count 0: none of the sequences has a body.
+DeviceAttendBody DevicePlace::bodies_of(const LayerAttend& call, const LayerMoves& moves) {
   bool has_bodies = book_.is_captured();
   std::vector<int32_t> ends;
   DeviceAttendBody body;
@@ -218,7 +218,7 @@ Result<bool> DevicePlace::attend_bodies(const LayerAttend& call, const LayerMove
     body.most_tokens = most(body.most_tokens, m.from.tokens);
     ends.push_back(m.from.body_end);
   }
-  if (!has_bodies) return false;
+  if (!has_bodies) return body;
   if (book_.is_captured()) body.most_tokens = config_.max_tokens;
   body.slots = batch().slots;
   body.at = batch().at + int64_t{call.layer} * config_.max_sequences;
@@ -227,12 +227,11 @@ Result<bool> DevicePlace::attend_bodies(const LayerAttend& call, const LayerMove
   body.q_len = call.q_len;
   body.q = call.q;
   body.out = call.out;
-  body.lse = body_lse_;
   body.dtype = call.dtype;
   body.is_captured = book_.is_captured();
   body.new_plan = !book_.plan(call.q_len, ends);
-  if (Status s = format_->attend(body); !s) return s;
-  return true;
+  body.prior = {raw_lse_, call.sinks};
+  return body;
 }
 
 Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
@@ -253,8 +252,9 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
     if (Status s = write_counts(CountLaw::kHeld, 0, slots, layers, false); !s) return s;
     book_.wrote_held(slots);
   }
-  const Result<bool> has_bodies = attend_bodies(call, moves);
-  if (!has_bodies) return has_bodies.status();
+  DeviceAttendBody body = bodies_of(call, moves);
+  float* const lse = call.lse == nullptr && call.count_query ? whole_lse_ : call.lse;
+  body.lse = lse;
   auto raw = raw_call<RawAttendCall>(call.layer);
   raw.slots = batch().slots;
   raw.at = batch().at + int64_t{call.layer} * config_.max_sequences;
@@ -262,17 +262,26 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   raw.q_len = call.q_len;
   raw.q = static_cast<const uint16_t*>(call.q);
   raw.out = static_cast<uint16_t*>(call.out);
-  raw.lse = call.lse;
-  raw.sinks = call.sinks;
+  raw.lse = body.count > 0 ? raw_lse_ : lse;
+  raw.sinks = body.count > 0 ? nullptr : call.sinks;
+  if (call.count_query && raw.group * raw.q_len <= kRawColumns) raw.kept = kept_scores_;
   raw.sm_scale = static_cast<float>(config_.layout.sm_scale);
   raw.dtype = call.dtype;
   raw.prunes = prunes_;
-  raw.count_query = call.count_query;
-  raw.body_lse = *has_bodies ? body_lse_ : nullptr;
   const auto rows = static_cast<uint32_t>(moves.size() * raw.num_kv_heads);
   return with_head_dim(raw.raw.head_dim, [&](auto dim) {
-    return launch_after_previous(raw_attend_kernel<dim>, rows, kAttendThreads,
-                                 sizeof(RawAttendShared<dim>), stream_, raw);
+    if (Status s = launch_after_previous(raw_attend_kernel<dim>, rows, kAttendThreads,
+                                         sizeof(RawAttendShared<dim>), stream_, raw);
+        !s) {
+      return s;
+    }
+    if (body.count > 0) {
+      if (Status s = format_->attend(body); !s) return s;
+    }
+    if (!call.count_query) return Status::ok();
+    raw.lse = lse;
+    return launch_after_previous(raw_count_kernel<dim>, rows, kAttendThreads,
+                                 sizeof(RawCountShared), stream_, raw);
   });
 }
 

@@ -84,7 +84,7 @@ class DevicePlace final : public Place {
   Status append_raw(const RawAppendCall& call, int32_t count);
   // What no begin() has compressed for.
   Status append_chunk(const LayerAppend& call, const LayerMoves& moves, RawAppendCall raw);
-  Result<bool> attend_bodies(const LayerAttend& call, const LayerMoves& moves);
+  DeviceAttendBody bodies_of(const LayerAttend& call, const LayerMoves& moves);
 
   DeviceWorks works_of(const LayerMoves& moves, Positions layers, int32_t tokens);
   // Plans, takes the pages, writes and commits.
@@ -155,7 +155,10 @@ class DevicePlace final : public Place {
   int32_t* op_slots_ = nullptr;  // [2]: of an operation on one sequence, and its source
   DeviceFault* fault_ = nullptr;
   bool prunes_ = false;        // tokens may be RawScore::kPruned
-  float* body_lse_ = nullptr;  // [max_sequences, kMaxStepTokens, num_q_heads]
+  // Of attention over raw tokens, and over all where the caller wants none: [max_sequences,
+  // kMaxStepTokens, num_q_heads].
+  float *raw_lse_ = nullptr, *whole_lse_ = nullptr;
+  float* kept_scores_ = nullptr;  // RawAttendCall::kept
   uint64_t* published_ = nullptr;
   FreePages free_;
   BatchBook book_;

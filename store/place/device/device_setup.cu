@@ -123,7 +123,9 @@ Status DevicePlace::allocate() {
   take(rows * kMaxSides, &copies_);
   take(1, &report_, &needs_, &least_free_, &fault_);
   take(2, &op_slots_);
-  take(sequences * kMaxStepTokens * config_.layout.num_q_heads, &body_lse_);
+  take(sequences * kMaxStepTokens * config_.layout.num_q_heads, &raw_lse_, &whole_lse_);
+  take(sequences * config_.layout.num_kv_heads * kKeptTiles * kTileTokens * kRawColumns,
+       &kept_scores_);
   if (!taken) return taken;
   StoreConfig rest = config_;
   const int64_t workspaces = memory_.bytes() + *workspace_of_format;

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over what a row holds raw, its sinks and its ring, joined with the attention over its
-// body: a CTA per row, its warps by tiles of 16 tokens, eight columns (query, head of the group) at
-// once. With count_query, what the queries saw of the ring's tokens is added to their RawScores:
-// the scores of the first items of a warp are kept for that, the others are computed again.
-//
-// Where there are bodies, raw tokens are attended to while the attention over bodies ends: what
-// they take from memory was there before that began (DeviceRowFormat::attend()). Only the join
-// waits.
+// Attention over what a row holds raw, its sinks and its ring: a CTA per row, its warps by tiles of
+// 16 tokens, eight columns (query, head of the group) at once. Where there are bodies, attention
+// over them comes behind and joins both. What the queries saw of the ring's tokens is added to
+// their RawScores when all is joined: the scores of the first tiles are kept for that, those of the
+// others are computed again.
 //
 // Tiles of the ring lie in memory as operands of mma.m16n8k16: a lane's loads are registers of it.
 // Bound: the bytes of the ring, 40 KB a row of head_dim 128 with 80 tokens.
@@ -27,20 +24,19 @@ namespace tierkv::store {
 
 inline constexpr int32_t kAttendThreads = 128;
 inline constexpr int32_t kAttendWarps = kAttendThreads / 32;
-inline constexpr int32_t kColumns = 8;           // of a round
 inline constexpr int32_t kMostColumns = 16 * 8;  // heads of a group times queries
-inline constexpr int32_t kKeptItems = 2;         // of a warp, whose scores a count finds again
 inline constexpr float kHeadroom = 8.0f;         // of references: probabilities reach 2^8
 
 template <int32_t kHeadDim>
 struct RawAttendShared {
   static constexpr int32_t kStride = kHeadDim + 4;  // no bank conflicts between columns
-  float out[kAttendWarps][kColumns][kStride];
-  SoftmaxState states[kAttendWarps][kColumns];
+  float out[kAttendWarps][kRawColumns][kStride];
+  SoftmaxState states[kAttendWarps][kRawColumns];
+};
+struct RawCountShared {
   float lse[kMostColumns];  // in log2 units
-  float seen[kAttendWarps][kColumns][kTileTokens];
+  float seen[kAttendWarps][kRawColumns][kTileTokens];
   float largest[kAttendWarps][kMaxStepTokens][kTileTokens];
-  float4 kept[kAttendWarps][kKeptItems][kWarpLanes];
 };
 
 // A row, and where its tokens lie.
@@ -75,11 +71,9 @@ struct Column {
 
 // What a warp does of a row.
 template <int32_t kHeadDim>
-struct RawAttend {
+struct RawWarp {
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
-  static constexpr int32_t kJoinDims = 128, kSlices = slices_of(kHeadDim, kJoinDims);
   const RawAttendCall& c;
-  RawAttendShared<kHeadDim>& shared;
   const RawRow r = raw_row(c);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
@@ -90,8 +84,6 @@ struct RawAttend {
     float factor[2];
     int32_t position[2];
   };
-
-  using WarpPart = WarpColumns<kBlocks>;
 
   __device__ __forceinline__ Column column_at(int32_t index) {
     const int32_t query = index / c.group;
@@ -235,6 +227,29 @@ struct RawAttend {
     }
   }
 
+  // The first item of this warp; its others are kAttendWarps on.
+  __device__ __forceinline__ int32_t first_item() const {
+    return warp - (r.sinks > 0 ? 1 : 0);
+  }
+  // Whether the scores of a tile, those of all columns, stay for the count.
+  __device__ __forceinline__ bool keeps(int32_t item) const {
+    return c.kept != nullptr && item >= 0 && item < kKeptTiles;
+  }
+  __device__ __forceinline__ float4& kept_scores(int32_t item) {
+    const int64_t tile = int64_t{blockIdx.x} * kKeptTiles + item;
+    return reinterpret_cast<float4*>(c.kept)[tile * kWarpLanes + lane];
+  }
+};
+
+template <int32_t kHeadDim>
+struct RawAttend : RawWarp<kHeadDim> {
+  using Base = RawWarp<kHeadDim>;
+  using Base::c, Base::r, Base::warp, Base::kBlocks, Base::keeps, Base::kept_scores;
+  using typename Base::Queries;
+  static constexpr int32_t kJoinDims = 128, kSlices = slices_of(kHeadDim, kJoinDims);
+  using WarpPart = WarpColumns<kBlocks>;
+  RawAttendShared<kHeadDim>& shared;
+
   __device__ __forceinline__ static void add_item(WarpPart& part, float (&s)[4],
                                                   const uint32_t (&v)[kBlocks][4]) {
     float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
@@ -246,69 +261,63 @@ struct RawAttend {
     }
     const uint32_t p[2] = {transpose_8x8(pack_halves(s[0], s[1])),
                            transpose_8x8(pack_halves(s[2], s[3]))};
-    part.add_tile(fragments(v), p);
+    part.add_tile(Base::fragments(v), p);
   }
 
-  // What the warps have of a round's columns, and the body's output, which is in its place already.
+  // What the warps have of a round's columns.
   __device__ __forceinline__ void join_columns(int32_t first_column) {
-    for (int32_t task = warp; task < kColumns * kSlices; task += kAttendWarps) {
+    for (int32_t task = warp; task < kRawColumns * kSlices; task += kAttendWarps) {
       const int32_t in_round = task / kSlices, dim = task % kSlices * kJoinDims;
-      const Column column = column_at(first_column + in_round);
+      const Column column = Base::column_at(first_column + in_round);
       if (!column.is_real) break;
-      const int64_t line = line_of(column);
-      uint16_t* const slice = c.out + line * kHeadDim + dim;
-      const bool is_bfloat16 = c.dtype == DType::kBFloat16;
+      const int64_t line = Base::line_of(column);
       PartsJoin<kJoinDims, kAttendWarps, false> sum(kHeadDim - dim);
-      sum.join(even_parts(&shared.states[0][in_round], &shared.out[0][in_round][dim], kColumns,
-                          kColumns * shared.kStride, kAttendWarps));
-      if (c.body_lse != nullptr) sum.add(state_of_lse(c.body_lse[line]), slice, is_bfloat16);
-      const float lse =
-          sum.write({slice, c.lse == nullptr || dim != 0 ? nullptr : c.lse + line, is_bfloat16,
-                     c.sinks == nullptr ? -INFINITY : c.sinks[r.kv_head * c.group + column.head]});
-      if (dim == 0 && lane == 0) shared.lse[first_column + in_round] = lse * kLog2E;
+      sum.join(even_parts(&shared.states[0][in_round], &shared.out[0][in_round][dim], kRawColumns,
+                          kRawColumns * shared.kStride, kAttendWarps));
+      sum.write({c.out + line * kHeadDim + dim,
+                 c.lse == nullptr || dim != 0 ? nullptr : c.lse + line,
+                 c.dtype == DType::kBFloat16,
+                 c.sinks == nullptr ? -INFINITY : c.sinks[r.kv_head * c.group + column.head]});
     }
   }
 
-  // The first item of this warp; its others are kAttendWarps on.
-  __device__ __forceinline__ int32_t first_item() const {
-    return warp - (r.sinks > 0 ? 1 : 0);
-  }
-  // Whether shared memory has the scores of an item: those of all columns.
-  __device__ __forceinline__ bool keeps(int32_t item) const {
-    return c.group * c.q_len <= kColumns && item - first_item() < kKeptItems * kAttendWarps;
-  }
-  __device__ __forceinline__ float4& kept_scores(int32_t item) {
-    return shared.kept[warp][(item - first_item()) / kAttendWarps][lane];
-  }
-
   __device__ __forceinline__ void attend_columns(int32_t first_column) {
-    const Queries q = load_queries(first_column);
+    const Queries q = Base::load_queries(first_column);
     WarpPart part;
     part.begin();
-    for (int32_t item = first_item(); item < r.ring_tiles; item += kAttendWarps) {
+    for (int32_t item = Base::first_item(); item < r.ring_tiles; item += kAttendWarps) {
       uint32_t x[kBlocks][4];
       float s[4];
       if constexpr (kHeadDim <= 128) {  // values are under way while keys are multiplied
         uint32_t v[kBlocks][4];
-        load_item(Component::kKey, item, x);
-        load_item(Component::kValue, item, v);
-        score_item(q, item, x, s);
-        if (c.count_query && keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
+        Base::load_item(Component::kKey, item, x);
+        Base::load_item(Component::kValue, item, v);
+        Base::score_item(q, item, x, s);
+        if (keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
         add_item(part, s, v);
       } else {
-        load_item(Component::kKey, item, x);
-        score_item(q, item, x, s);
-        if (c.count_query && keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
-        load_item(Component::kValue, item, x);
+        Base::load_item(Component::kKey, item, x);
+        Base::score_item(q, item, x, s);
+        if (keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
+        Base::load_item(Component::kValue, item, x);
         add_item(part, s, x);
       }
     }
     part.add_lanes();
-    part.store(shared.states[warp], shared.out[warp][0], shared.kStride, kColumns);
-    wait_for_previous_kernel();
+    part.store(shared.states[warp], shared.out[warp][0], shared.kStride, kRawColumns);
     __syncthreads();
     join_columns(first_column);
   }
+};
+
+// Adds to the scores of a row's ring what the queries saw. c.lse: of all tokens.
+template <int32_t kHeadDim>
+struct RawCount : RawWarp<kHeadDim> {
+  using Base = RawWarp<kHeadDim>;
+  using Base::c, Base::r, Base::warp, Base::lane, Base::g, Base::t, Base::kBlocks;
+  using Base::column_at, Base::position_of, Base::keeps, Base::kept_scores;
+  using typename Base::Queries;
+  RawCountShared& shared;
 
   __device__ __forceinline__ static float probability(float score, float lse) {
     return lse == -INFINITY ? 0.0f : exp2_fast(score - lse);
@@ -325,7 +334,7 @@ struct RawAttend {
     }
     __syncwarp();
     if (lane < kTileTokens) {
-      for (int32_t i = 0; i < kColumns; ++i) {
+      for (int32_t i = 0; i < kRawColumns; ++i) {
         const Column column = column_at(first_column + i);
         if (!column.is_real) break;
         float& largest = shared.largest[warp][column.query][lane];
@@ -357,14 +366,19 @@ struct RawAttend {
     *score = sum;
   }
 
-  // As HostPlace::count_query(): a query counts for the ring's tokens before its own.
+  // As HostPlace::count_query(): a query counts for the ring's tokens before its own. By a CTA.
   __device__ __forceinline__ void count_seen() {
+    const int32_t columns = c.group * c.q_len;
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < columns; i += kAttendThreads) {
+      shared.lse[i] = c.lse[Base::line_of(column_at(i))] * kLog2E;
+    }
+    __syncthreads();
     float lse[2];
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
       lse[i] = column_at(2 * t + i).is_real ? shared.lse[2 * t + i] : -INFINITY;
     }
-    for (int32_t item = first_item(); item < r.ring_tiles; item += kAttendWarps) {
+    for (int32_t item = Base::first_item(); item < r.ring_tiles; item += kAttendWarps) {
       if (item < 0) continue;
       if (c.q_len == 1 && keeps(item)) {
         count_one_query(item, lse);
@@ -378,11 +392,11 @@ struct RawAttend {
         see_columns(0, s);
       } else {
         uint32_t k[kBlocks][4];
-        load_tile(Component::kKey, r.first_tile + item, k);
-        for (int32_t first = 0; first < c.group * c.q_len; first += kColumns) {
-          const Queries q = load_queries(first);
+        Base::load_tile(Component::kKey, r.first_tile + item, k);
+        for (int32_t first = 0; first < columns; first += kRawColumns) {
+          const Queries q = Base::load_queries(first);
           float s[4];
-          score_item(q, item, k, s);
+          Base::score_item(q, item, k, s);
           see_columns(first, s);
         }
       }
@@ -406,15 +420,22 @@ template <int32_t kHeadDim>
 __global__ void __launch_bounds__(kAttendThreads, kHeadDim <= 128 ? 4 : 1)
     raw_attend_kernel(const __grid_constant__ RawAttendCall c) {
   extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
-  if (c.body_lse == nullptr) wait_for_previous_kernel();
+  wait_for_previous_kernel();
   let_next_kernel_start();
-  RawAttend<kHeadDim> row{c, *reinterpret_cast<RawAttendShared<kHeadDim>*>(attend_shared_bytes)};
+  RawAttend<kHeadDim> row{{c}, *reinterpret_cast<RawAttendShared<kHeadDim>*>(attend_shared_bytes)};
   const int32_t columns = c.group * c.q_len;
-  for (int32_t first = 0; first < columns; first += kColumns) {
+  for (int32_t first = 0; first < columns; first += kRawColumns) {
     row.attend_columns(first);
-    __syncthreads();  // what the round has used is free, lse[] is there
+    __syncthreads();  // what the round has used is free
   }
-  if (c.count_query) row.count_seen();
+}
+
+template <int32_t kHeadDim>
+__global__ void __launch_bounds__(kAttendThreads)
+    raw_count_kernel(const __grid_constant__ RawAttendCall c) {
+  extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
+  wait_for_previous_kernel();
+  RawCount<kHeadDim>{{c}, *reinterpret_cast<RawCountShared*>(attend_shared_bytes)}.count_seen();
 }
 
 }  // namespace tierkv::store

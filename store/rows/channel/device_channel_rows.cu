@@ -133,6 +133,7 @@ Status DeviceChannelRows::attend(const DeviceAttendBody& call) {
   p.q = static_cast<const uint16_t*>(call.q);
   p.out = static_cast<uint16_t*>(call.out);
   p.lse = call.lse;
+  p.prior = call.prior;
   p.status = status_;
   p.scale_log2 = static_cast<float>(config_.layout.sm_scale) * kLog2E;
   const int64_t parts = kMostPartColumns / p.ctas.all_columns() / p.num_rows;

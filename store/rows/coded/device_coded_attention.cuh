@@ -24,6 +24,7 @@ struct MakeAttentionRows {
   AttendedRows which = AttendedRows::kCoded;
   CodedRow* rows = nullptr;  // [count, num_kv_heads]
   int32_t* item_count = nullptr;
+  bool is_settled = false;
 
   __device__ void operator()(uint8_t* shared) const {
     auto* const blocks = reinterpret_cast<int32_t*>(shared);
@@ -170,7 +171,9 @@ class AttendedCodedRows : public CodedMemory {
   }
 
   Status attend_rows(const DeviceAttendBody& body, AttendedRows which) {
-    const MakeAttentionRows make{device_, body, which, attended_rows_, item_count_};
+    // The second call of a layer takes the memory of the first.
+    const bool is_settled = which != AttendedRows::kRaw;
+    const MakeAttentionRows make{device_, body, which, attended_rows_, item_count_, is_settled};
     Status made = launch(make, dim3(1), 8 * body.count, MakeAttentionRows::kThreads);
     if (!made) return made;
     CodedAttention call = call_of_layer(body.layer);
@@ -184,7 +187,8 @@ class AttendedCodedRows : public CodedMemory {
       call.raw_blocks = true;
     }
     call.rows = attended_rows_;
-    call.q = body.q, call.out = body.out, call.lse = body.lse;
+    call.q = body.q, call.out = body.out, call.lse = body.lse, call.prior = body.prior;
+    call.q_is_settled = is_settled;
     call.row_status = row_status_;
     call.workspace = workspace_;
     call.item_count = item_count_;

@@ -26,12 +26,21 @@ inline constexpr int32_t kCtasOf = [] {
   if constexpr (requires { Body::kCtas; }) return Body::kCtas;
   return 0;
 }();
+// A Body with is_settled takes nothing from the kernel before it, and writes nothing that that one
+// reads.
 template <class Body>
 __global__ void __launch_bounds__(Body::kThreads, kCtasOf<Body>)
     run_body(const __grid_constant__ Body body) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  wait_for_previous_kernel();
-  body(shared);
+  if constexpr (requires { body.is_settled; }) {
+    if (!body.is_settled) wait_for_previous_kernel();
+    let_next_kernel_start();
+    body(shared);
+    wait_for_previous_kernel();  // whoever waits for this kernel waits for that one
+  } else {
+    wait_for_previous_kernel();
+    body(shared);
+  }
 }
 
 // ---- means and steps of rows into the tables that kernels read ----

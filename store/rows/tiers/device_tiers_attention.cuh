@@ -117,7 +117,9 @@ class DeviceTiersAttention {
       if (Status s = plan(call, codes, index, stream); !s) return s;
     }
     const TiersAttention& part = is_raw_layer_[call.layer] != 0 ? parts_.back() : parts_.front();
-    const EngineQueries queries = queries_of(call, codes);
+    EngineQueries queries = queries_of(call, codes);
+    // Attention reads the plan before it waits, so packing must have waited for a new one.
+    queries.is_settled = !call.new_plan;
     if (Status s = pack_queries(queries, stream); !s) return s;
     AttendCall attend;
     attend.table = table(part, index);
@@ -216,6 +218,7 @@ class DeviceTiersAttention {
     q.q = call.q;
     q.out = call.out;
     q.lse = call.lse;
+    q.prior = call.prior;
     q.q_strides = q.out_strides = {int64_t{shape.num_q_heads} * shape.head_dim, shape.head_dim};
     q.lse_strides = {shape.num_q_heads, 1};
     q.packed_q = q_;
