@@ -26,6 +26,7 @@ struct OpenEntries {
     list_layer(l);
     bool is_last = false;
     if (lane_index() == 0) is_last = arrive_acq_rel(call.left + 1) + 1 == call.works.num_layers;
+    __syncwarp();
     if (__any_sync(kFullWarp, is_last)) add_up();
   }
 
