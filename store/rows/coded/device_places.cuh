@@ -332,9 +332,7 @@ struct FinishEntries : CallWork {
 
   __device__ void operator()(uint8_t*) const {
     commit(call.works);
-    if (call.works.has_pages()) finish_all();
-  }
-  __device__ void finish_all() const {
+    if (!call.works.has_pages()) return;
     for (auto e = static_cast<int32_t>(blockIdx.x); e < call.works.entries();
          e += static_cast<int32_t>(gridDim.x)) {
       const EntryDraft& d = call.entries[e];
