@@ -126,7 +126,8 @@ class Shadowed final : public RowFormat {
     // A captured step, which knows bounds alone.
     DeviceWorks& of_device = call_->works;
     cuts_ = device_->may_rewrite(of_device);
-    is_captured_ = !cuts_ && (*rng_)() % 2 == 0 && device_->require_capturable(of_device);
+    is_captured_ = !cuts_ && of_device.most_leaving <= kBlockTokens && (*rng_)() % 2 == 0 &&
+                   device_->require_capturable(of_device);
     if (is_captured_) of_device.moves = nullptr, ++seen_->captured;
     const Status planned = device_->plan(of_device, {call_->kept.data(), call_->target.data()});
     Result<std::unique_ptr<BodyPlan>> plan = inner_->plan(works);
