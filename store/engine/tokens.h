@@ -96,16 +96,15 @@ inline constexpr int32_t kMostCounted = 1 << 30;
 
 // What is known of a raw token's importance. count: queries that were counted, `sum` the sum of
 // their probabilities. kDecided: the format has decided before; `sum` is what it keeps, as bits.
-// kPruned: likewise, and it dropped the token: nobody sees it.
 struct alignas(8) RawScore {
-  static constexpr int32_t kDecided = -1, kPruned = -2;
+  static constexpr int32_t kDecided = -1;
   float sum = 0;
   int32_t count = 0;
 };
 
 // Whether an encoder writes such a score.
-TKV_HD bool is_possible(RawScore score, bool can_prune) {
-  if (score.count < 0) return score.count >= (can_prune ? RawScore::kPruned : RawScore::kDecided);
+TKV_HD bool is_possible(RawScore score) {
+  if (score.count < 0) return score.count == RawScore::kDecided;
   return score.count <= kMostCounted && is_finite(score.sum) && score.sum >= 0;
 }
 

@@ -208,9 +208,6 @@ void HostPlace::read_row(const LayerMove& move, int32_t kv_head, Positions range
     }
     raw.read(Component::kKey, kv_head, p, 1, k + at);
     raw.read(Component::kValue, kv_head, p, 1, v + at);
-    if (pruned != nullptr) {
-      pruned[p - first] = raw.importance(kv_head, p).kind == ImportanceKind::kPruned;
-    }
     ++p;
   }
 }

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <string>
 #include <utility>
-#include <variant>
 
 #include "codec/file/container_format.h"
 #include "codec/format/sound_halves.h"
@@ -43,12 +42,6 @@ ImportFault first_fault(ImportFault a, ImportFault b) {
 }
 
 }  // namespace
-
-bool can_prune(const StoreConfig& config) {
-  const auto* tiers = std::get_if<TiersFormat>(&config.format);
-  return tiers != nullptr && std::any_of(tiers->classes.begin(), tiers->classes.end(),
-                                         [](const TierClass& c) { return c.alpha_low > 0; });
-}
 
 Status import_status(ImportFault fault, int32_t layer) {
   if (fault == ImportFault::kNone) return Status::ok();
@@ -104,7 +97,7 @@ ImportFault HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
   for (int32_t p = first; p < move.from.tokens; ++p, from += sizeof(RawScore)) {
     RawScore score;
     std::memcpy(&score, from, sizeof(score));
-    if (!is_possible(score, can_prune(config_))) return ImportFault::kRawScore;
+    if (!is_possible(score)) return ImportFault::kRawScore;
     write_score(raw_, row, p, score);
   }
   return ImportFault::kNone;

@@ -74,9 +74,6 @@ struct SequenceParts {
   std::function<Status(int64_t first, int64_t count)> verify;
 };
 
-// Whether tokens may be RawScore::kPruned.
-bool can_prune(const StoreConfig& config);
-
 // What is wrong with the numbers of a sequence that comes in. The least kind of the first layer
 // that has any is reported, whichever heads have it.
 enum class ImportFault : int32_t { kNone, kRawValue, kRawScore, kBody };

@@ -39,7 +39,6 @@ enum class ImportanceKind : int32_t {
   kPrompt = 1,   // value: its significance by the queries behind it in the first chunk
   kSeen = 2,     // value: the mean of what the queries that were counted gave it
   kDecided = 3,  // bits: what the format kept, RawScore::sum
-  kPruned = 4,   // likewise; the token is not there
 };
 struct Importance {
   ImportanceKind kind = ImportanceKind::kUnknown;
@@ -54,10 +53,7 @@ TKV_HD bool is_averaged(const Importance& known) {
 
 // What is known of a token of the ring, and of one of the chunk that begins at position `first`.
 TKV_HD Importance ring_importance(RawScore score) {
-  if (score.count < 0) {
-    const bool pruned = score.count == RawScore::kPruned;
-    return {pruned ? ImportanceKind::kPruned : ImportanceKind::kDecided, 0, float_bits(score.sum)};
-  }
+  if (score.count < 0) return {ImportanceKind::kDecided, 0, float_bits(score.sum)};
   if (score.count == 0) return {};
   return {ImportanceKind::kSeen, div_rn(score.sum, static_cast<float>(score.count)), 0};
 }

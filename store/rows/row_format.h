@@ -143,8 +143,7 @@ class RowFormat {
   virtual void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k,
                     float* v, uint8_t* pruned) const = 0;
   // The RawScores with which body positions [first, end), less than cut_tokens, go back to the ring
-  // when a truncation cuts there. [end - first]; count = kDecided or kPruned, 0 where nothing was
-  // decided.
+  // when a truncation cuts there. [end - first]; count = kDecided, 0 where nothing was decided.
   virtual void read_decided(const HostLayer& /*layer*/, int32_t /*kv_head*/, int32_t first,
                             int32_t end, RawScore* scores) const {
     std::fill(scores, scores + (end - first), RawScore{});

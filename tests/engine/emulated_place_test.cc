@@ -251,7 +251,6 @@ struct Attended {
     call.q_len = q_len;
     call.sm_scale = static_cast<float>(1 / std::sqrt(dim));
     call.dtype = dtype;
-    call.prunes = true;
     call.fault = &w->fault;
   }
 };
@@ -261,16 +260,6 @@ void expect_attends(int32_t round) {
   RawWorld w(kHeadDim, DType::kFloat16);
   w.append(w.input.uniform(8, 150), false);
   for (int32_t i = 0; i < 3; ++i) w.append(w.input.uniform(1, 8), true);
-  for (int32_t slot = 0; slot < w.sequences; ++slot) {  // some are pruned
-    for (int32_t p = ring_first(w.laws, w.at(slot)); p < w.at(slot).tokens; ++p) {
-      if (!w.input.chance(0.1)) continue;
-      for (int32_t h = 0; h < w.kv_heads; ++h) {
-        const int64_t row = int64_t{h} * w.rows.layout.row_bytes;
-        write_score(w.rows, w.host_raw(slot) + row, p, {0.0f, RawScore::kPruned});
-        write_score(w.rows, w.memory().raw(slot, w.layer) + row, p, {0.0f, RawScore::kPruned});
-      }
-    }
-  }
   const int32_t group = round < 2 ? 16 : w.input.uniform(1, 9), q_len = w.input.uniform(1, 8);
   const DType dtype = round % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
   Attended a(&w, group, q_len, dtype);
@@ -311,7 +300,7 @@ void expect_attends(int32_t round) {
           std::vector<double> expected(kHeadDim, 0), weight(at[i].tokens, 0);
           for (int32_t p = 0; p <= position; ++p) {
             const bool raw = p < sink_count(w.laws, at[i]) || p >= ring_first(w.laws, at[i]);
-            if (!raw || tokens.importance(h, p).kind == ImportanceKind::kPruned) continue;
+            if (!raw) continue;
             tokens.read(Component::kKey, h, p, 1, k.data());
             tokens.read(Component::kValue, h, p, 1, v.data());
             double dot = 0;

@@ -113,7 +113,6 @@ struct RawAttendCall : RawCall {
   const float* sinks = nullptr;     // learned, [num_kv_heads * group]; may be null
   float sm_scale = 0;
   DType dtype = DType::kFloat16;
-  bool prunes = false;       // tokens may be RawScore::kPruned
   bool count_query = false;  // adds to the scores of the ring
 };
 

@@ -266,7 +266,6 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   raw.sinks = call.sinks;
   raw.sm_scale = static_cast<float>(config_.layout.sm_scale);
   raw.dtype = call.dtype;
-  raw.prunes = prunes_;
   raw.count_query = call.count_query;
   raw.body_lse = *has_bodies ? body_lse_ : nullptr;
   const auto rows = static_cast<uint32_t>(moves.size() * raw.num_kv_heads);

@@ -154,7 +154,6 @@ class DevicePlace final : public Place {
   int64_t* least_free_ = nullptr;
   int32_t* op_slots_ = nullptr;  // [2]: of an operation on one sequence, and its source
   DeviceFault* fault_ = nullptr;
-  bool prunes_ = false;        // tokens may be RawScore::kPruned
   float* body_lse_ = nullptr;  // [max_sequences, kMaxStepTokens, num_q_heads]
   uint64_t* published_ = nullptr;
   FreePages free_;

@@ -103,7 +103,7 @@ int64_t padded_bytes(std::span<const int64_t> parts) {
 
 Status DevicePlace::open_mirror() {
   if (link_ == nullptr) {
-    Result<std::unique_ptr<SequenceLink>> link = SequenceLink::make(view_, prunes_, stream_);
+    Result<std::unique_ptr<SequenceLink>> link = SequenceLink::make(view_, stream_);
     if (!link) return link.status();
     link_ = std::move(*link);
   }

@@ -48,8 +48,8 @@ bool is_pinned(const uint8_t* from, int64_t bytes) {
 }
 
 Result<std::unique_ptr<SequenceLink>> SequenceLink::make(const DeviceStoreView& view,
-                                                         bool can_prune, cudaStream_t stream) {
-  std::unique_ptr<SequenceLink> link(new SequenceLink(view, can_prune, stream));
+                                                         cudaStream_t stream) {
+  std::unique_ptr<SequenceLink> link(new SequenceLink(view, stream));
   const cudaError_t error = cudaStreamCreateWithFlags(&link->copies_, cudaStreamNonBlocking);
   if (Status s = cuda_status(error, "stream"); !s) return s;
   return Result<std::unique_ptr<SequenceLink>>(std::move(link));
@@ -234,7 +234,6 @@ Status SequenceLink::move_layers() const {
   call.parts = device_parts_;
   call.num_kv_heads = view_.num_kv_heads;
   call.comes = comes_;
-  call.can_prune = can_prune_;
   call.fault = device_fault_;
   std::copy(moves_.begin(), moves_.end(), call.layers);
   int32_t ctas = 0;

@@ -29,8 +29,7 @@ bool is_pinned(const uint8_t* from, int64_t bytes);
 class SequenceLink {
  public:
   // kOutOfMemory, kCuda.
-  // can_prune: tokens that come may be RawScore::kPruned.
-  static Result<std::unique_ptr<SequenceLink>> make(const DeviceStoreView& view, bool can_prune,
+  static Result<std::unique_ptr<SequenceLink>> make(const DeviceStoreView& view,
                                                     cudaStream_t stream);
   ~SequenceLink();
 
@@ -67,8 +66,7 @@ class SequenceLink {
 
  private:
   using Event = std::shared_ptr<void>;
-  SequenceLink(const DeviceStoreView& view, bool can_prune, cudaStream_t stream)
-      : view_(view), can_prune_(can_prune), stream_(stream) {}
+  SequenceLink(const DeviceStoreView& view, cudaStream_t stream) : view_(view), stream_(stream) {}
 
   // Layers that go together, and where they are among the parts.
   struct Group {
@@ -94,7 +92,6 @@ class SequenceLink {
   int64_t parts_of_layer() const { return int64_t{2} * view_.num_kv_heads; }
 
   DeviceStoreView view_;
-  bool can_prune_;
   cudaStream_t stream_, copies_ = nullptr;
   std::unique_ptr<DeviceMemory> memory_;
   int64_t staged_bytes_ = 0, num_sums_ = 0;

@@ -115,16 +115,6 @@ void TiersRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int
   }
 }
 
-void TiersRows::read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
-                             RawScore* scores) const {
-  const uint8_t* map = map_of(layer, kv_head);
-  for (int32_t p = first; p < end; ++p) {
-    const BodyTier tier = tier_at(map, p);
-    scores[p - first] = {bits_float(static_cast<uint32_t>(tier)),
-                         is_kept(tier) ? RawScore::kDecided : RawScore::kPruned};
-  }
-}
-
 std::vector<SideCounts> TiersRows::cut_counts(const HostLayer& layer, int32_t body_end) const {
   std::vector<SideCounts> counts;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {

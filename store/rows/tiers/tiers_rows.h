@@ -37,8 +37,6 @@ class TiersRows final : public RowFormat {
   void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
-  void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
-                    RawScore* scores) const override;
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
   void cut(const HostLayer& layer, int32_t body_end) override;
   int64_t nominal_bytes(const HostLayer& layer) const override;

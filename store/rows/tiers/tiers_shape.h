@@ -94,6 +94,7 @@ TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t p
   double u = 1;
   switch (known.kind) {
     case ImportanceKind::kUnknown:
+    case ImportanceKind::kDecided:  // no tier goes back to the ring
       break;
     case ImportanceKind::kPrompt:
       u = static_cast<double>(position + 1) * static_cast<double>(known.value);
@@ -101,10 +102,6 @@ TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t p
     case ImportanceKind::kSeen:
       u = is_averaged(known) ? double_div(static_cast<double>(known.value), mean.value()) : 0.0;
       break;
-    case ImportanceKind::kDecided:
-      return known.bits == static_cast<uint32_t>(BodyTier::kLow) ? BodyTier::kLow : BodyTier::kHigh;
-    case ImportanceKind::kPruned:
-      return BodyTier::kPruned;
   }
   return u >= alphas.high ? BodyTier::kHigh : u < alphas.low ? BodyTier::kPruned : BodyTier::kLow;
 }
