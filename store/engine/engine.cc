@@ -134,11 +134,7 @@ Result<int32_t> KvStore::num_tokens(SequenceId sequence) {
 Result<int64_t> KvStore::bytes_held(SequenceId sequence) {
   const Result<int32_t> slot = engine_->sequences.slot_of(sequence);
   if (!slot) return slot.status();
-  StoreUsage usage;
-  if (Status s = engine_->place->add_usage({}, &usage); !s) return s;
-  const Result<int64_t> pages = engine_->place->pages_of(*slot);
-  if (!pages) return pages.status();
-  return *pages * usage.page_bytes + usage.slot_bytes;
+  return engine_->place->bytes_held(*slot);
 }
 
 Result<StoreUsage> KvStore::usage() {

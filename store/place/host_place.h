@@ -42,7 +42,7 @@ class HostPlace final : public Place {
   Status note_replay(const LayerMoves& moves, int32_t tokens) override;
   Status take_status() override { return Status::ok(); }
   Status add_usage(const LayerMoves& layers, StoreUsage* usage) const override;
-  Result<int64_t> pages_of(int32_t slot) const override;
+  Result<int64_t> bytes_held(int32_t slot) const override;
   Shortage shortage() const override { return shortage_; }
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;

@@ -135,8 +135,8 @@ class Place {
 
   // What is in use by sequences; `layers` are those of all open ones.
   virtual Status add_usage(const LayerMoves& layers, StoreUsage* usage) const = 0;
-  // Pages of a sequence.
-  virtual Result<int64_t> pages_of(int32_t slot) const = 0;
+  // Of a sequence: its pages and its slot.
+  virtual Result<int64_t> bytes_held(int32_t slot) const = 0;
   virtual Shortage shortage() const = 0;
 
   virtual std::vector<uint8_t> identity() const = 0;

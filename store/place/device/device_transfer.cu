@@ -64,7 +64,7 @@ Status DevicePlace::add_nominal(const LayerMoves& layers, StoreUsage* usage) con
   return Status::ok();
 }
 
-Result<int64_t> DevicePlace::pages_of(int32_t slot) const {
+Result<int64_t> DevicePlace::bytes_held(int32_t slot) const {
   std::vector<SideCounts> pages(static_cast<size_t>(rows_per_sequence()));
   const SideCounts* from = view_.pages.allocator.pages + int64_t{slot} * rows_per_sequence();
   const auto bytes = static_cast<int64_t>(pages.size() * sizeof(SideCounts));
@@ -72,7 +72,7 @@ Result<int64_t> DevicePlace::pages_of(int32_t slot) const {
   if (Status s = wait(); !s) return s;
   int64_t sum = 0;
   for (const SideCounts& row : pages) sum = std::accumulate(row.of, row.of + kMaxSides, sum);
-  return sum;
+  return sum * layout_.page_bytes + layout_.slot_bytes;
 }
 
 namespace {
