@@ -139,7 +139,12 @@ Status HostPlace::compress_works(const std::vector<BodyWork>& works) {
   std::vector<HostLayer> layers;
   for (const BodyWork& work : works) layers.push_back(work.layer);
   if (Status s = take_pages(layers, (*plan)->layers); !s) return s;
-  format_->write(layers, **plan);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    for (const PageRange& range : format_->place(layers[i], **plan, i)) {
+      std::copy_n(range.from, range.bytes, range.to);
+    }
+  }
+  format_->finish(**plan);
   return Status::ok();
 }
 

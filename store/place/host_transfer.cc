@@ -211,7 +211,7 @@ Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
       fault = first_fault(fault, import_raw(move, h, parts.raw[l * heads + h]));
     }
     if (fault == ImportFault::kNone &&
-        !copy_ranges(format_->place_import(layer, *(*imports)[l].plan))) {
+        !copy_ranges(format_->place(layer, *(*imports)[l].plan, 0))) {
       fault = ImportFault::kBody;
     }
     if (fault != ImportFault::kNone) return import_status(fault, layer.layer);
@@ -237,7 +237,7 @@ Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
     return sound ? s : sound;
   }
   // What serves all sequences must not change for one that is refused.
-  for (const LayerImport& import : *imports) format_->finish_import(*import.plan);
+  for (const LayerImport& import : *imports) format_->finish(*import.plan);
   return s;
 }
 

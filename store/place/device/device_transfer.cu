@@ -261,7 +261,7 @@ Status DevicePlace::bring(int32_t slot, const SequenceParts& parts, bool* is_ope
   if (Status s = take_pages(slot, plans, parts.layers); !s) return s;
   if (Status s = copy_tables(slot); !s) return s;
   if (Status s = receive_layers(slot, parts, from); !s) return s;
-  for (const auto& import : from.imports) mirror_->format()->finish_import(*import.plan);
+  for (const auto& import : from.imports) mirror_->format()->finish(*import.plan);
   return format_->upload_shared(*mirror_->format(), from.layers);
 }
 
@@ -307,7 +307,7 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
   };
   Status s = try_parallel_for(num_layers, threads, [&](int64_t layer) {
     const HostPlace::LayerImport& import = from.imports[layer];
-    PageRanges placed = mirror_->format()->place_import(import.layer, *import.plan);
+    PageRanges placed = mirror_->format()->place(import.layer, *import.plan, 0);
     const uint8_t* const bytes = parts.raw[layer * heads].data();
     const int64_t size = padded_bytes(sizes.subspan(2 * layer * heads, 2 * heads));
     if (!from.is_direct) std::copy_n(bytes, size, from.pinned + (bytes - first));

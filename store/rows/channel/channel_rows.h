@@ -29,7 +29,7 @@ class ChannelRows final : public RowFormat {
   void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
-  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
+  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override {
@@ -42,17 +42,20 @@ class ChannelRows final : public RowFormat {
   }
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override;
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
 
   // For the same rows in device memory.
   const ChannelBody& body() const { return body_; }
   const std::vector<uint8_t>& is_raw_layer() const { return is_raw_layer_; }
 
  private:
+  // The blocks [first, end) of every kv_head, one behind the other.
+  struct LayerDraft {
+    int32_t first = 0, end = 0;
+    std::vector<uint8_t> made;         // empty where they come in
+    std::vector<const uint8_t*> from;  // [num_kv_heads]
+  };
   struct ChannelPlan final : BodyPlan {
-    std::vector<int32_t> first_block;                  // [works]
-    std::vector<std::vector<uint8_t>> blocks;          // [works]: of all kv_heads, as on pages
-    std::span<const std::span<const uint8_t>> bodies;  // of an import: [num_kv_heads]
+    std::vector<LayerDraft> drafts;  // [works]
   };
   bool is_raw(int32_t layer) const { return is_raw_layer_[layer] != 0; }
   int32_t block_bytes(int32_t layer) const { return body_.block_bytes(is_raw(layer)); }

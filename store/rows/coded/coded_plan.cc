@@ -25,16 +25,6 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan(const std::vector<BodyWork>& w
   return std::unique_ptr<BodyPlan>(std::move(plan));
 }
 
-void CodedRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
-  const auto& coded = static_cast<const CodedPlan&>(plan);
-  for (const auto& [layer, books] : coded.made) books_[layer] = books;
-  for (size_t i = 0; i < layers.size(); ++i) {
-    for (const PageRange& range : place_layer(layers[i], coded.drafts[i])) {
-      std::copy_n(range.from, range.bytes, range.to);
-    }
-  }
-}
-
 Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
   const int32_t layer = work.layer.layer, heads = shape_.num_kv_heads;
   draft->first_block = work.layer.at.body_end / kBlockTokens;
@@ -287,7 +277,9 @@ void CodedRows::add_layer_plan(const HostLayer& layer, LayerDraft* draft, CodedP
   plan->layers.push_back(std::move(result));
 }
 
-PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draft) {
+// A raw block begins with exponents.
+PageRanges CodedRows::place(const HostLayer& layer, const BodyPlan& plan, size_t work) {
+  const LayerDraft& draft = static_cast<const CodedPlan&>(plan).drafts[work];
   *state_at<int32_t>(layer, shape_.fixed_byte()) = draft.fixed ? 1 : 0;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     *state_at<CodedRowState>(layer, shape_.row_byte(h)) = draft.rows[h];
@@ -300,7 +292,7 @@ PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draf
   std::vector<const uint8_t*> brought = draft.brought;
   const int32_t row = pages_.row(layer.slot, layer.layer, 0), per_block = 2 * shape_.num_kv_heads;
   int32_t b = draft.first_block, within = 0;
-  const auto place = [&](size_t i, int32_t page, int32_t unit) {
+  const auto place_block = [&](size_t i, int32_t page, int32_t unit) {
     const uint32_t units = draft.units[i];
     const auto first = static_cast<uint32_t>(pages_.page(row, 0, page)) * shape_.page_units;
     const CodedBlockRef ref = {first + unit, units};
@@ -310,11 +302,18 @@ PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draf
                         : std::exchange(brought[within / 2], brought[within / 2] + bytes);
     refs[int64_t{within} * shape_.max_blocks + b] = ref;
     ranges[i] = {from, block_bytes(ref), bytes};
+    if (!draft.fixed) {
+      ranges[i].keys = {kBlockTokens, static_cast<int32_t>(bytes), RangeCheck::kFinite};
+    }
     ends[b] = static_cast<uint32_t>(page * shape_.page_units + unit) + units;
     if (++within == per_block) ++b, within = 0;
   };
-  place_blocks(draft.units, units_before(layer, draft.first_block), shape_.page_units, place);
+  place_blocks(draft.units, units_before(layer, draft.first_block), shape_.page_units, place_block);
   return ranges;
+}
+
+void CodedRows::finish(const BodyPlan& plan) {
+  for (const auto& [layer, books] : static_cast<const CodedPlan&>(plan).made) books_[layer] = books;
 }
 
 }  // namespace tierkv::store

@@ -30,7 +30,8 @@ class CodedRows final : public RowFormat {
   void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
-  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
+  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override;
+  void finish(const BodyPlan& plan) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
   void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
@@ -43,8 +44,6 @@ class CodedRows final : public RowFormat {
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override;
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
-  void finish_import(const BodyPlan& plan) override;
 
   // The tokens of a block of one row before they are coded.
   struct BlockTokens {
@@ -151,8 +150,6 @@ class CodedRows final : public RowFormat {
                 LayerDraft* draft) const;
   std::vector<uint8_t> raw_block(const BlockTokens& tokens, Component c) const;
   void add_layer_plan(const HostLayer& layer, LayerDraft* draft, CodedPlan* plan) const;
-  // State and directory; the bytes of block i go where ranges[i] says.
-  PageRanges place_layer(const HostLayer& layer, const LayerDraft& draft);
 
   // x null: codes and exponents alone.
   Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],

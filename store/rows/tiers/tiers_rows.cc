@@ -266,15 +266,22 @@ void TiersRows::write_side(const HostLayer& layer, int32_t kv_head, int32_t side
   }
 }
 
-void TiersRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
-  const auto& tiers = static_cast<const TiersPlan&>(plan);
-  for (size_t i = 0; i < tiers.rows.size(); ++i) {
-    const HostLayer& layer = layers[i / shape_.num_kv_heads];
-    const auto h = static_cast<int32_t>(i % shape_.num_kv_heads);
-    const RowDraft& draft = tiers.rows[i];
-    for (int32_t side = 0; side < 2; ++side) write_side(layer, h, side, draft.sides[side]);
-    write_state(layer, h, draft);
+PageRanges TiersRows::place(const HostLayer& layer, const BodyPlan& plan, size_t work) {
+  const RowDraft* drafts =
+      static_cast<const TiersPlan&>(plan).rows.data() + work * shape_.num_kv_heads;
+  PageRanges ranges;
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    for (int32_t side = 0; side < 2; ++side) {
+      const StagedSide& staged = drafts[h].sides[side];
+      if (staged.tiles != nullptr) {
+        place_side(layer, h, side, staged, &ranges);
+      } else {
+        write_side(layer, h, side, staged);
+      }
+    }
+    write_state(layer, h, drafts[h]);
   }
+  return ranges;
 }
 
 void TiersRows::write_state(const HostLayer& layer, int32_t kv_head, const RowDraft& draft) const {

@@ -34,7 +34,7 @@ class TiersRows final : public RowFormat {
   void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
-  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
+  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
@@ -44,7 +44,6 @@ class TiersRows final : public RowFormat {
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override;
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
   void clear_behind(const HostLayer& layer) override;
 
   // For the same rows in device memory: what prepare() made.

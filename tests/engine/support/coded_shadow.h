@@ -27,8 +27,8 @@ class Shadowed final : public RowFormat {
  public:
   Shadowed(const StoreConfig& config, std::mt19937* rng, Seen* seen)
       : config_(config), rng_(rng), seen_(seen) {
-    inner_ = std::move(*make_coded_rows(config));
-    other_ = std::move(*make_coded_rows(config));
+    inner_ = std::move(*make_row_format(config));
+    other_ = std::move(*make_row_format(config));
     coded_ = static_cast<CodedRows*>(inner_.get());
     device_ = std::make_unique<DeviceCodedRows>(config, static_cast<CodedRows*>(other_.get()));
     if ((*rng)() % 2 == 0) device_->set_staging_bytes(1);
@@ -142,12 +142,17 @@ class Shadowed final : public RowFormat {
     works_ = works;
     return plan;
   }
-  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override {
-    std::vector<PageCopy> copies;
-    copy_->take_pages(call_->batch, call_->kept, call_->target, cuts_, &copies);
-    const Status written = device_->write(call_->works, copies.empty() ? nullptr : copies.data());
-    EXPECT_TRUE(written) << written.message();
-    inner_->write(layers, plan);
+  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override {
+    if (work == 0) {
+      std::vector<PageCopy> copies;
+      copy_->take_pages(call_->batch, call_->kept, call_->target, cuts_, &copies);
+      const Status written = device_->write(call_->works, copies.empty() ? nullptr : copies.data());
+      EXPECT_TRUE(written) << written.message();
+    }
+    return inner_->place(layer, plan, work);
+  }
+  void finish(const BodyPlan& plan) override {
+    inner_->finish(plan);
     for (const BodyWork& work : works_) {
       compare(work);
       body_ends_[{work.layer.slot, work.layer.layer}] = work.body_end;
@@ -224,10 +229,6 @@ class Shadowed final : public RowFormat {
   Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override {
     return inner_->plan_import(work);
   }
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override {
-    return inner_->place_import(layer, plan);
-  }
-  void finish_import(const BodyPlan& plan) override { inner_->finish_import(plan); }
 
  private:
   static uint16_t rounded(DType dtype, float x) {
