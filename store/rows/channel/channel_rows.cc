@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 #include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
@@ -18,45 +19,40 @@ constexpr int64_t kPageTarget = 16384;
 
 }  // namespace
 
-Result<std::unique_ptr<RowFormat>> make_channel_rows(const StoreConfig& config) {
-  const auto& format = std::get<ChannelFormat>(config.format);
+ChannelRows::ChannelRows(const StoreConfig& config)
+    : config_(config), is_raw_layer_(config.layout.num_layers) {
+  for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
+}
+
+Status ChannelRows::prepare() {
+  const auto& format = std::get<ChannelFormat>(config_.format);
   TierFormat tier = token_wise_tier(format.k_bits, format.v_bits);
   tier.k.unit = Unit::kChannel;
   tier.k.group = format.block_tokens;
-  const Result<ChannelLayout> layout = make_channel_layout(tier, config.layout.head_dim);
+  const Result<ChannelLayout> layout = make_channel_layout(tier, config_.layout.head_dim);
   if (!layout) return layout.status().with_context("format");
-  auto rows = std::make_unique<ChannelRows>(config, *layout);
-  if (Status s = rows->check_pages(); !s) return s;
-  return std::unique_ptr<RowFormat>(std::move(rows));
-}
-
-ChannelRows::ChannelRows(const StoreConfig& config, const ChannelLayout& layout)
-    : config_(config), layout_(layout), is_raw_layer_(config.layout.num_layers) {
-  for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
-  body_ = {layout, config.layout.num_kv_heads, 0};
-  sizes_.unit_tokens = layout.tokens;
+  layout_ = *layout;
+  body_ = {layout_, config_.layout.num_kv_heads, 0};
+  sizes_.unit_tokens = layout_.tokens;
   sizes_.ring_tokens =
-      static_cast<int32_t>(round_up(config.window_tokens + layout.tokens - 1, kTileTokens));
-  const int64_t least_bytes = config.raw_layers.empty() ? layout.bytes : body_.raw_bytes();
-  const int64_t blocks = std::max<int64_t>(1, kPageTarget / layout.bytes);
+      static_cast<int32_t>(round_up(config_.window_tokens + layout_.tokens - 1, kTileTokens));
+  const int64_t largest = config_.raw_layers.empty() ? layout_.bytes : body_.raw_bytes();
+  const int64_t blocks = std::max<int64_t>(1, kPageTarget / layout_.bytes);
   sizes_.page_bytes =
-      config.page_bytes != 0
-          ? config.page_bytes
-          : std::max<int64_t>(blocks * layout.bytes, round_up(least_bytes, kPageAlignment));
+      config_.page_bytes != 0
+          ? config_.page_bytes
+          : std::max<int64_t>(blocks * layout_.bytes, round_up(largest, kPageAlignment));
+  if (largest > sizes_.page_bytes)
+    return invalid("page_bytes: a block takes " + std::to_string(largest));
   body_.page_bytes = sizes_.page_bytes;
   sizes_.table.num_sides = 1;
   sizes_.table.tokens_per_page[0] = static_cast<int32_t>(sizes_.page_bytes / ChannelBody::kUnit);
   int64_t slots = 1;
-  for (int32_t l = 0; l < config.layout.num_layers && check_pages(); ++l) {
-    slots = std::max(slots, layer_pages(l, config.max_tokens, true));
+  for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
+    slots = std::max(slots, layer_pages(l, config_.max_tokens, true));
   }
   sizes_.table.table_slots[0] = static_cast<int32_t>(std::min<int64_t>(slots, kMaxTableSlots));
-}
-
-Status ChannelRows::check_pages() const {
-  const int32_t block = config_.raw_layers.empty() ? layout_.bytes : body_.raw_bytes();
-  if (block <= sizes_.page_bytes) return Status::ok();
-  return Status(StatusCode::kInvalidArgument, "page_bytes: a block takes " + std::to_string(block));
+  return Status::ok();
 }
 
 int64_t ChannelRows::layer_pages(int32_t layer, int32_t tokens, bool) const {

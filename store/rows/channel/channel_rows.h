@@ -16,14 +16,11 @@
 
 namespace tierkv::store {
 
-// kInvalidArgument, kUnsupported naming the field of the format.
-Result<std::unique_ptr<RowFormat>> make_channel_rows(const StoreConfig& config);
-
 class ChannelRows final : public RowFormat {
  public:
-  ChannelRows(const StoreConfig& config, const ChannelLayout& layout);
-  // kInvalidArgument where a block does not fit into page_bytes.
-  Status check_pages() const;
+  explicit ChannelRows(const StoreConfig& config);
+  // Blocks and pages. kInvalidArgument, kUnsupported naming the field.
+  Status prepare();
 
   const FormatSizes& sizes() const override { return sizes_; }
   void bind(const PagesView& pages) override { pages_ = pages; }

@@ -17,13 +17,11 @@
 
 namespace tierkv::store {
 
-// kInvalidArgument naming the field of the format.
-Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig& config);
-
 class CodedRows final : public RowFormat {
  public:
-  CodedRows(const StoreConfig& config, const FormatSizes& sizes, const CodedShape& shape);
-  // Rotations, and what the profile says of every row. kInvalidArgument, kOutOfRange.
+  explicit CodedRows(const StoreConfig& config);
+  // Sizes, rotations, and what the profile says of every row. kInvalidArgument naming the field,
+  // kOutOfRange.
   Status prepare();
 
   const FormatSizes& sizes() const override { return sizes_; }
@@ -85,6 +83,7 @@ class CodedRows final : public RowFormat {
                    std::vector<WeightedRow>* rows, LayerBooks* books) const;
 
  private:
+  Status prepare_sizes();
   // What becomes of one layer.
   struct LayerDraft {
     int32_t first_block = 0, end_block = 0;  // that are written

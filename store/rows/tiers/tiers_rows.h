@@ -17,9 +17,6 @@
 
 namespace tierkv::store {
 
-// kInvalidArgument, kUnsupported with the field of the format.
-Result<std::unique_ptr<RowFormat>> make_tiers_rows(const StoreConfig& config);
-
 struct alignas(kPageAlignment) StagedBlock {
   uint8_t bytes[kPageAlignment] = {};
 };
@@ -27,7 +24,7 @@ struct alignas(kPageAlignment) StagedBlock {
 class TiersRows final : public RowFormat {
  public:
   explicit TiersRows(const StoreConfig& config) : config_(config) {}
-  // Pages, classes and bases. kInvalidArgument, kUnsupported.
+  // Pages, classes and bases. kInvalidArgument, kUnsupported with the field of the format.
   Status prepare();
 
   const FormatSizes& sizes() const override { return sizes_; }

@@ -168,10 +168,4 @@ Status TiersRows::prepare() {
   return Status::ok();
 }
 
-Result<std::unique_ptr<RowFormat>> make_tiers_rows(const StoreConfig& config) {
-  auto rows = std::make_unique<TiersRows>(config);
-  if (Status s = rows->prepare(); !s) return s;
-  return std::unique_ptr<RowFormat>(std::move(rows));
-}
-
 }  // namespace tierkv::store
