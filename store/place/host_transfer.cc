@@ -41,6 +41,23 @@ ImportFault first_fault(ImportFault a, ImportFault b) {
   return std::min(a, b);
 }
 
+// each(component, position) of raw tokens, in the order of a raw part.
+template <class Each>
+void for_raw(const TokenLaws& laws, LayerTokens at, const Each& each) {
+  const int32_t sinks = sink_count(laws, at), first = ring_first(laws, at);
+  for (int32_t i = 0; i < sinks + ring_count(laws, at); ++i) {
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      each(c, i < sinks ? i : first + i - sinks);
+    }
+  }
+}
+
+// How many threads the tokens of all rows are worth.
+int32_t threads_of(const CacheLayout& layout, const LayerTokens& at) {
+  const int64_t rows = int64_t{layout.num_layers} * layout.num_kv_heads;
+  return threads_for(rows * at.tokens * layout.head_dim);
+}
+
 }  // namespace
 
 Status import_status(ImportFault fault, int32_t layer) {
@@ -60,20 +77,14 @@ int64_t HostPlace::raw_part_bytes(LayerTokens at) const {
 
 void HostPlace::export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const {
   const uint8_t* row = raw_row(move, kv_head);
-  const int32_t sinks = sink_count(layout_.laws, move.from), dim = config_.layout.head_dim;
-  const int32_t first = ring_first(layout_.laws, move.from);
-  uint16_t token[kMaxHeadDim];
-  for (int32_t i = 0; i < sinks + ring_count(layout_.laws, move.from); ++i) {
-    const int32_t p = i < sinks ? i : first + i - sinks;
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      read_raw(raw_, row, c, p, token);
-      std::memcpy(to, token, dim * sizeof(uint16_t));
-      to += dim * sizeof(uint16_t);
-    }
-  }
-  for (int32_t p = first; p < move.from.tokens; ++p, to += sizeof(RawScore)) {
+  for_raw(layout_.laws, move.from, [&](Component c, int32_t p) {
+    read_raw(raw_, row, c, p, to);
+    to += 2 * config_.layout.head_dim;
+  });
+  for (int32_t p = ring_first(layout_.laws, move.from); p < move.from.tokens; ++p) {
     const RawScore score = read_score(raw_, row, p);
     std::memcpy(to, &score, sizeof(score));
+    to += sizeof(score);
   }
 }
 
@@ -81,37 +92,23 @@ ImportFault HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
                                   std::span<const uint8_t> raw) const {
   uint8_t* row = raw_row(move, kv_head);
   const uint8_t* from = raw.data();
-  const int32_t sinks = sink_count(layout_.laws, move.from), dim = config_.layout.head_dim;
-  const int32_t first = ring_first(layout_.laws, move.from);
-  uint16_t token[kMaxHeadDim];
-  for (int32_t i = 0; i < sinks + ring_count(layout_.laws, move.from); ++i) {
-    const int32_t p = i < sinks ? i : first + i - sinks;
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      const auto bytes = static_cast<int64_t>(dim * sizeof(uint16_t));
-      if (!are_finite(from, bytes)) return ImportFault::kRawValue;
-      std::memcpy(token, from, dim * sizeof(uint16_t));
-      from += bytes;
-      write_raw(raw_, row, c, p, token);
-    }
-  }
-  for (int32_t p = first; p < move.from.tokens; ++p, from += sizeof(RawScore)) {
+  const int64_t bytes = int64_t{2} * config_.layout.head_dim;
+  bool all_finite = true;
+  for_raw(layout_.laws, move.from, [&](Component c, int32_t p) {
+    all_finite &= are_finite(from, bytes);
+    write_raw(raw_, row, c, p, from);
+    from += bytes;
+  });
+  if (!all_finite) return ImportFault::kRawValue;
+  for (int32_t p = ring_first(layout_.laws, move.from); p < move.from.tokens; ++p) {
     RawScore score;
     std::memcpy(&score, from, sizeof(score));
     if (!is_possible(score)) return ImportFault::kRawScore;
     write_score(raw_, row, p, score);
+    from += sizeof(score);
   }
   return ImportFault::kNone;
 }
-
-namespace {
-
-// How many threads the tokens of all rows are worth.
-int32_t threads_of(const CacheLayout& layout, const LayerTokens& at) {
-  const int64_t rows = int64_t{layout.num_layers} * layout.num_kv_heads;
-  return threads_for(rows * at.tokens * layout.head_dim);
-}
-
-}  // namespace
 
 SequenceSource HostPlace::describe(const LayerMoves& layers) const {
   SequenceSource source;

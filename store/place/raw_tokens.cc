@@ -75,16 +75,15 @@ Status check_chunk(const Chunk& chunk, int32_t head_dim) {
 }
 
 void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position,
-               const uint16_t* token) {
+               const void* token) {
   for_elements(rows, c, position, [&](int32_t dim, int32_t byte) {
-    std::memcpy(row + byte, token + dim, sizeof(uint16_t));
+    std::memcpy(row + byte, static_cast<const uint8_t*>(token) + 2 * dim, 2);
   });
 }
 
-void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position,
-              uint16_t* token) {
+void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position, void* token) {
   for_elements(rows, c, position, [&](int32_t dim, int32_t byte) {
-    std::memcpy(token + dim, row + byte, sizeof(uint16_t));
+    std::memcpy(static_cast<uint8_t*>(token) + 2 * dim, row + byte, 2);
   });
 }
 

@@ -80,12 +80,10 @@ class RawTokens {
   const Chunk* chunk_;
 };
 
-// Writes or reads one token of a raw row, [head_dim] fp16, whose position is a sink's or in the
-// ring.
-void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position,
-               const uint16_t* token);
-void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position,
-              uint16_t* token);
+// Writes or reads one token of a raw row, [head_dim] fp16 at any address, whose position is a
+// sink's or in the ring.
+void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position, const void* token);
+void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position, void* token);
 void write_score(const RawRows& rows, uint8_t* row, int32_t position, RawScore score);
 RawScore read_score(const RawRows& rows, const uint8_t* row, int32_t position);
 
