@@ -440,7 +440,6 @@ TEST(EmulatedCounts, NeedsAreWhatThePageOperationsTake) {
     const int32_t rows = shape.table.rows_per_sequence;
     const SideCounts* const held = state->tokens + sequence * rows;
     std::vector<SideCounts> kept(held, held + rows), target(rows);
-    const RowCountsCall c = {*state, &sequence, {kept.data(), target.data()}, 1};
     for (int32_t r = 0; r < rows; ++r) {
       for (int32_t s = 0; s < shape.table.num_sides; ++s) {
         if (input.chance(0.5)) kept[r].of[s] = input.uniform(0, kept[r].of[s]);
@@ -448,7 +447,9 @@ TEST(EmulatedCounts, NeedsAreWhatThePageOperationsTake) {
       }
     }
     PageNeeds needs = {};
-    emulate(1, 1, kCountThreads, [&] { needs_kernel(c, &needs); });
+    emulate(1, 1, kCountThreads, [&] {
+      needs_kernel(*state, {&sequence, 1}, {kept.data(), target.data()}, &needs);
+    });
     next.copy(state);
     std::vector<PageCopy> copies(rows * kMaxSides);
     OpReport cut, grown;

@@ -66,14 +66,6 @@ struct CountCall {
   TKV_HD int32_t threads_of_sequence() const { return most(layers, rows); }
 };
 
-// What a plan has made of the row counts.
-struct RowCountsCall {
-  PageAllocator allocator;
-  const int32_t* slots = nullptr;  // [count]
-  DeviceRowCounts counts;
-  int32_t count = 0;
-};
-
 // Pages that rows take which keep `kept` and then grow to `target`.
 struct PageNeeds {
   unsigned long long fresh;      // taken less given back, of all rows together

@@ -89,15 +89,12 @@ Status DevicePlace::run_and_wait(const PageOp& op, int64_t at_most) {
   return Status(report.status, "table row " + std::to_string(report.batch_row));
 }
 
-RowCountsCall DevicePlace::counts_call(const DeviceWorks& works) const {
-  return {view_.pages.allocator, works.slots, row_counts(), works.count};
-}
-
 Status DevicePlace::require_needs(const DeviceWorks& works) {
   const cudaError_t error = cudaMemsetAsync(needs_, 0, sizeof(PageNeeds), stream_);
   if (Status s = cuda_status(error, "pages"); !s) return s;
-  Status launched = launch_after_previous(needs_kernel, ctas_for(works.count * rows_per_sequence()),
-                                          kCountThreads, 0, stream_, counts_call(works), needs_);
+  Status launched = launch_after_previous(
+      needs_kernel, ctas_for(works.count * rows_per_sequence()), kCountThreads, 0, stream_,
+      view_.pages.allocator, SequenceBatch{works.slots, works.count}, row_counts(), needs_);
   if (!launched) return launched;
   PageNeeds needs = {};
   if (Status s = copy(&needs, needs_, sizeof(needs)); !s) return s;

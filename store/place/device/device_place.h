@@ -100,7 +100,6 @@ class DevicePlace final : public Place {
                         &shortage_);
   }
   DeviceRowCounts row_counts() const { return {kept_, target_}; }
-  RowCountsCall counts_call(const DeviceWorks& works) const;
   // Waits for what the row counts ask for: kOutOfPages, kOutOfRange.
   Status require_needs(const DeviceWorks& works);
   Status run(const PageOp& op, int64_t at_most);
