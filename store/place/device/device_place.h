@@ -140,7 +140,7 @@ class DevicePlace final : public Place {
   StoreLayout layout_;
   std::unique_ptr<RowFormat> host_format_;
   DeviceMemory memory_{"memory_bytes"};
-  std::shared_ptr<uint64_t> word_;           // pinned host memory
+  PinnedMemory word_;                        // what free_ reads
   std::unique_ptr<DeviceRowFormat> format_;  // goes before the memory
   DeviceStoreView view_;
   LayerTokens* counts_ = nullptr;  // [max_sequences][num_layers]

@@ -88,12 +88,11 @@ Result<int64_t> DevicePlace::measure_format(const StoreLayout& layout) const {
 }
 
 Status DevicePlace::take_word() {
-  void *at = nullptr, *mapped = nullptr;
-  cudaError_t error = cudaHostAlloc(&at, sizeof(uint64_t), cudaHostAllocMapped);
-  if (error == cudaSuccess) {
-    word_ = {static_cast<uint64_t*>(at), [](uint64_t* word) { (void)cudaFreeHost(word); }};
-    error = cudaHostGetDevicePointer(&mapped, at, 0);
-  }
+  const Result<PinnedMemory> word = pinned_memory(sizeof(uint64_t));
+  if (!word) return word.status();
+  word_ = *word;
+  void* mapped = nullptr;
+  const cudaError_t error = cudaHostGetDevicePointer(&mapped, word_.get(), 0);
   published_ = static_cast<uint64_t*>(mapped);
   return cuda_status(error, "create_device");
 }
@@ -147,8 +146,9 @@ Status DevicePlace::allocate() {
   if (!a) return a.status();
   if (Status s = initialize_device(*a, stream_); !s) return s;
   const int64_t num_pages = layout_.allocator.num_pages;
-  *word_ = static_cast<uint64_t>(num_pages) << 32 | 1u;
-  free_.set(word_.get());
+  auto* const word = static_cast<uint64_t*>(word_.get());
+  *word = static_cast<uint64_t>(num_pages) << 32 | 1u;
+  free_.set(word);
   if (Status s = copy(least_free_, &num_pages, sizeof(num_pages)); !s) return s;
   view_ = view_of(layout_, *a, pages, slots);
   if (Status s = format_->bind(view_, fault_, stream_); !s) return s;

@@ -342,20 +342,17 @@ uint64_t DevicePlace::checksum_of(int64_t part, int64_t bytes, const uint8_t* at
 // does not wait for the link's copies.
 Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans,
                                const std::vector<LayerTokens>& layers) {
-  const PageTableShape& table = layout_.allocator.table;
   std::vector<SideCounts> counts;
   int64_t needed = 0;
   for (const LayerPlan& plan : plans) {
     for (const SideCounts& row : plan.tokens) {
+      const auto index = static_cast<int32_t>(counts.size());
       counts.push_back(row);
-      int32_t pages[kMaxTables] = {};
-      for (int32_t side = 0; side < table.num_sides; ++side) {
-        pages[side / 2] += pages_for(row.of[side], table.tokens_per_page[side]);
-      }
-      if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
+      const PageDemand demand = page_demand(mirror_->pages().allocator, index, {}, row);
+      if (demand.is_beyond) {
         return Status(StatusCode::kOutOfRange, "the sequence takes more pages than its table has");
       }
-      needed += pages[0] + pages[1];
+      needed += demand.fresh;
     }
   }
   const Result<bool> fits = has_pages(needed);
