@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a config must satisfy, and what follows from it.
+#include <algorithm>
+#include <ranges>
 #include <string>
 
 #include "codec/policy/profile.h"
@@ -105,16 +107,10 @@ Result<TokenCapacity> tokens_that_fit(const StoreConfig& config) {
     return needed * config.max_sequences <= pages;
   };
   const auto longest = [&](bool at_most) {
-    int32_t low = 0, high = config.max_tokens;
-    while (low < high) {
-      const int32_t middle = low + (high - low + 1) / 2;
-      if (fits(middle, at_most)) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return int64_t{low} * config.max_sequences;
+    const auto lengths = std::views::iota(1, config.max_tokens + 1);
+    const auto end = std::ranges::partition_point(
+        lengths, [&](int32_t tokens) { return fits(tokens, at_most); });
+    return int64_t{end - lengths.begin()} * config.max_sequences;
   };
   return TokenCapacity{longest(false), longest(true)};
 }
