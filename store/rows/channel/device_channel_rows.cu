@@ -28,9 +28,7 @@ class DeviceChannelRows final : public DeviceRowFormat {
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
   int64_t workspace_bytes() const override { return memory_.bytes(); }
   int64_t most_pages(const DeviceWorks& works) const override;
-  Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
-    return count(works, counts);
-  }
+  Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status write(const DeviceWorks& works, const PageCopy* copies) override;
 
   Status attend(const DeviceAttendBody& call) override;
@@ -39,13 +37,12 @@ class DeviceChannelRows final : public DeviceRowFormat {
     return read({move.slot, move.layer, move.from.body_end, range});
   }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
-    return count(works, counts);
+    return plan(works, counts);
   }
 
  private:
   bool is_raw(int32_t layer) const { return rows_.is_raw_layer()[layer] != 0; }
   ChannelCall call_of(const DeviceWorks& works) const;
-  Status count(const DeviceWorks& works, const DeviceRowCounts& counts) const;
 
   StoreConfig config_;
   const ChannelRows& rows_;
@@ -97,7 +94,7 @@ ChannelCall DeviceChannelRows::call_of(const DeviceWorks& works) const {
   return call;
 }
 
-Status DeviceChannelRows::count(const DeviceWorks& works, const DeviceRowCounts& counts) const {
+Status DeviceChannelRows::plan(const DeviceWorks& works, const DeviceRowCounts& counts) {
   ChannelCall call = call_of(works);
   call.counts = counts;
   return launch_after_previous(count_channel_kernel, ctas_of(call.num_entries), kChannelThreads, 0,
