@@ -104,7 +104,7 @@ Status CodedRows::fit_layer(int32_t layer, const std::vector<BlockTokens>& token
                             std::vector<WeightedRow>* rows, LayerBooks* books) const {
   const size_t blocks = tokens.size() / shape_.num_kv_heads;
   std::vector<BlockCodes> samples(shape_.num_kv_heads);
-  LayerSample sample;
+  std::vector<RowCodes> sample[2];
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     const BlockTokens* own = tokens.data() + h * blocks;
     std::vector<float> keys;
@@ -124,7 +124,7 @@ Status CodedRows::fit_layer(int32_t layer, const std::vector<BlockTokens>& token
     if (!s) return s.with_context("kv_head " + std::to_string(h));
     for (int32_t c = 0; c < 2; ++c) {
       const auto count = static_cast<int64_t>(samples[h].codes[c].size()) / shape_.head_dim;
-      sample.rows[c].push_back({samples[h].codes[c].data(), count});
+      sample[c].push_back({samples[h].codes[c].data(), count});
     }
     rows->push_back(std::move(*row));
   }
