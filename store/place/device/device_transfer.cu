@@ -77,21 +77,12 @@ Result<int64_t> DevicePlace::bytes_held(int32_t slot) const {
 
 namespace {
 
-// Runs on another thread what calls CUDA there: it uses the device of the thread that made this.
-class OnDevice {
- public:
-  OnDevice() : error_(cudaGetDevice(&device_)) {}
-  template <class Call>
-  Status operator()(const Call& call) const {
-    const cudaError_t error = error_ == cudaSuccess ? cudaSetDevice(device_) : error_;
-    Status s = cuda_status(error, "device");
-    return s ? call() : s;
-  }
-
- private:
-  int device_ = 0;
-  cudaError_t error_;
-};
+// Runs call() on any thread, which then uses this device.
+template <class Call>
+Status on_device(int device, const Call& call) {
+  Status s = cuda_status(cudaSetDevice(device), "device");
+  return s ? call() : s;
+}
 
 int64_t padded_bytes(std::span<const int64_t> parts) {
   int64_t bytes = 0;
@@ -188,11 +179,13 @@ Status DevicePlace::send_layers(int32_t slot, const LayerMoves& layers,
     if (Status s = link_->send(slot, move.from, bodies); !s) return s;
   }
   if (pinned != parts[0]) {
-    const OnDevice on_device;
+    int device = 0;
+    if (Status s = cuda_status(cudaGetDevice(&device), "device"); !s) return s;
     Status s =
         try_parallel_for(static_cast<int64_t>(parts.size()), threads_for(bytes), [&](int64_t part) {
           const auto layer = static_cast<int32_t>(part / (2 * heads));
-          if (Status arrived = on_device([&] { return link_->wait_for(layer); }); !arrived) {
+          if (Status arrived = on_device(device, [&] { return link_->wait_for(layer); });
+              !arrived) {
             return arrived;
           }
           std::copy_n(pinned + (parts[part] - parts[0]), round_up(sizes[part], 16), parts[part]);
@@ -289,7 +282,8 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
   const std::span<const int64_t> sizes = from.sizes;
   const uint8_t* const first = parts.raw[0].data();
   const int32_t threads = from.is_direct ? 1 : threads_for(padded_bytes(sizes));
-  const OnDevice on_device;
+  int device = 0;
+  if (Status known = cuda_status(cudaGetDevice(&device), "device"); !known) return known;
   std::mutex mutex;
   std::vector<PageRanges> ranges(num_layers);
   std::vector<bool> is_placed(num_layers);
@@ -316,7 +310,7 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
     is_placed[layer] = true;
     while (next < num_layers && is_placed[next]) {
       const int64_t given = std::exchange(next, num_layers);  // the last one where it fails
-      if (Status sent = on_device([&] { return give(given); }); !sent) return sent;
+      if (Status sent = on_device(device, [&] { return give(given); }); !sent) return sent;
       next = given + 1;
     }
     return Status::ok();
