@@ -65,7 +65,6 @@ class SequenceLink {
   Status fault() const { return import_status(fault_kind_, fault_layer_); }
 
  private:
-  using Event = std::shared_ptr<void>;
   SequenceLink(const DeviceStoreView& view, cudaStream_t stream) : view_(view), stream_(stream) {}
 
   // Layers that go together, and where they are among the parts.
@@ -98,8 +97,8 @@ class SequenceLink {
   std::vector<uint8_t*> staged_;  // groups whose bytes are staged at once
   uint64_t* sums_ = nullptr;
   int32_t* device_fault_ = nullptr;
-  ChecksumChunk* device_parts_ = nullptr;  // parts_
-  std::vector<Event> between_, done_;      // [groups]: the second half may begin; both are over
+  ChecksumChunk* device_parts_ = nullptr;    // parts_
+  std::vector<cudaEvent_t> between_, done_;  // [groups]: the second half may begin; both are over
   std::vector<std::pair<PinnedMemory, int64_t>> lists_;
   size_t list_ = 0;         // that is being filled
   int64_t list_bytes_ = 0;  // of it
