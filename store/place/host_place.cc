@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/place/host_place.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -12,15 +10,6 @@
 #include "codec/format/element.h"
 
 namespace tierkv::store {
-
-// Nothing is taken before it is touched.
-HostPlace::Memory HostPlace::map_zeros(int64_t bytes) {
-  const auto size = static_cast<size_t>(bytes);
-  void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                 -1, 0);
-  if (p == MAP_FAILED) return nullptr;
-  return Memory(p, [size](void* memory) { munmap(memory, size); });
-}
 
 HostPlace::Memory HostPlace::allocate(size_t alignment, int64_t bytes) {
   const auto size = static_cast<size_t>(round_up(bytes, static_cast<int64_t>(alignment)));
@@ -60,35 +49,26 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
   return Status::ok();
 }
 
-// The allocator's state is zeros, except what one sequence needs.
 Result<std::unique_ptr<HostPlace>> HostPlace::make_mirror(const StoreConfig& config,
                                                           const StoreLayout& layout,
                                                           std::unique_ptr<RowFormat> format,
                                                           const Memory& slot, uint8_t* pages) {
   StoreConfig one = config;
   StoreLayout of_one = layout;
-  one.max_sequences = of_one.allocator.table.num_sequences = 1;
+  one.max_sequences = of_one.allocator.table.num_sequences = of_one.allocator.num_pages = 1;
   of_one.layer_bytes -= of_one.raw_bytes;
   of_one.slot_bytes = of_one.layer_bytes * config.layout.num_layers;
   of_one.raw_bytes = 0;
   auto place = std::make_unique<HostPlace>();
-  place->allocator_memory_ =
-      map_zeros(static_cast<int64_t>(allocator_bytes(of_one.allocator).total));
+  const auto bytes = static_cast<int64_t>(allocator_bytes(of_one.allocator).total);
+  place->allocator_memory_ = allocate(kAllocatorAlignment, bytes);
   place->slot_memory_ = slot;
   if (Status s = place->bind(one, of_one, std::move(format), pages); !s) return s;
-  place->clear();
   return place;
 }
 
-void HostPlace::clear() {
-  const PageAllocator& a = pages_.allocator;
-  const int64_t rows = a.shape.table.num_rows();
-  std::fill(a.slots, a.slots + rows * a.shape.table.row_stride(), kNoPage);
-  std::fill(a.tokens, a.tokens + rows, SideCounts{});
-  std::fill(a.pages, a.pages + rows, SideCounts{});
-  a.sequences[0] = {};
-  *a.ring.cursors = {0, 0};
-  *a.state = {kNoError, 1, 0, 0};
+Status HostPlace::clear() {
+  return initialize_host(pages_.allocator);
 }
 
 uint8_t* HostPlace::slot_bytes(int32_t slot) const {

@@ -23,13 +23,13 @@ class HostPlace final : public Place {
   using Memory = std::shared_ptr<void>;
   // A place of one sequence for a store elsewhere, whose layout is given and whose pages begin at
   // `pages`: it has the sequence's table rows and states, and knows where bytes lie that it never
-  // touches. `slot`: the states of all layers. It has no free pages.
+  // touches: it runs no page operation. `slot`: the states of all layers.
   static Result<std::unique_ptr<HostPlace>> make_mirror(const StoreConfig& config,
                                                         const StoreLayout& layout,
                                                         std::unique_ptr<RowFormat> format,
                                                         const Memory& slot, uint8_t* pages);
-  // For a mirror: empties its tables.
-  void clear();
+  // For a mirror, before its first use too: empties its tables.
+  Status clear();
 
   Status open(int32_t slot) override;
   Status release(int32_t slot) override;
@@ -64,7 +64,6 @@ class HostPlace final : public Place {
 
  private:
   static Memory allocate(size_t alignment, int64_t bytes);
-  static Memory map_zeros(int64_t bytes);
   // Lays the place over its memory.
   Status bind(const StoreConfig& config, const StoreLayout& layout,
               std::unique_ptr<RowFormat> format, uint8_t* pages);

@@ -111,7 +111,7 @@ Status DevicePlace::open_mirror() {
     if (!mirror) return mirror.status();
     mirror_ = std::move(*mirror);
   }
-  mirror_->clear();
+  if (Status s = mirror_->clear(); !s) return s;
   return format_->download_shared(mirror_->format());
 }
 
