@@ -92,8 +92,8 @@ class HostPlace final : public Place {
                    const std::vector<float>& probabilities);
   int64_t raw_part_bytes(LayerTokens at) const;
   void export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const;
-  ImportFault import_raw(const LayerMove& move, int32_t kv_head,
-                         std::span<const uint8_t> raw) const;
+  // An import_fault(), or kNoImportFault.
+  int32_t import_raw(const LayerMove& move, int32_t kv_head, std::span<const uint8_t> raw) const;
   Status import_opened(int32_t slot, const SequenceParts& parts);
 
   StoreConfig config_;

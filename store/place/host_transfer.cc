@@ -36,11 +36,6 @@ bool copy_ranges(const PageRanges& ranges) {
   return true;
 }
 
-ImportFault first_fault(ImportFault a, ImportFault b) {
-  if (a == ImportFault::kNone || b == ImportFault::kNone) return std::max(a, b);
-  return std::min(a, b);
-}
-
 // each(component, position) of raw tokens, in the order of a raw part.
 template <class Each>
 void for_raw(const TokenLaws& laws, LayerTokens at, const Each& each) {
@@ -60,13 +55,13 @@ int32_t threads_of(const CacheLayout& layout, const LayerTokens& at) {
 
 }  // namespace
 
-Status import_status(ImportFault fault, int32_t layer) {
-  if (fault == ImportFault::kNone) return Status::ok();
-  const char* const what = fault == ImportFault::kRawValue ? "raw tokens: a value is not finite"
-                           : fault == ImportFault::kRawScore
-                               ? "raw tokens: a score is impossible"
-                               : "body: a number is none that an encoder writes";
-  return Status(StatusCode::kCorrupt, what).with_context("layer " + std::to_string(layer));
+Status import_status(int32_t fault) {
+  constexpr const char* kWhat[kImportFaults] = {"raw tokens: a value is not finite",
+                                                "raw tokens: a score is impossible",
+                                                "body: a number is none that an encoder writes"};
+  if (fault == kNoImportFault) return Status::ok();
+  return Status(StatusCode::kCorrupt, kWhat[fault % kImportFaults])
+      .with_context("layer " + std::to_string(fault / kImportFaults));
 }
 
 int64_t HostPlace::raw_part_bytes(LayerTokens at) const {
@@ -88,8 +83,8 @@ void HostPlace::export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) 
   }
 }
 
-ImportFault HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
-                                  std::span<const uint8_t> raw) const {
+int32_t HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
+                              std::span<const uint8_t> raw) const {
   uint8_t* row = raw_row(move, kv_head);
   const uint8_t* from = raw.data();
   const int64_t bytes = int64_t{2} * config_.layout.head_dim;
@@ -99,15 +94,15 @@ ImportFault HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
     write_raw(raw_, row, c, p, from);
     from += bytes;
   });
-  if (!all_finite) return ImportFault::kRawValue;
+  if (!all_finite) return import_fault(move.layer, ImportFault::kRawValue);
   for (int32_t p = ring_first(layout_.laws, move.from); p < move.from.tokens; ++p) {
     RawScore score;
     std::memcpy(&score, from, sizeof(score));
-    if (!is_possible(score)) return ImportFault::kRawScore;
+    if (!is_possible(score)) return import_fault(move.layer, ImportFault::kRawScore);
     write_score(raw_, row, p, score);
     from += sizeof(score);
   }
-  return ImportFault::kNone;
+  return kNoImportFault;
 }
 
 SequenceSource HostPlace::describe(const LayerMoves& layers) const {
@@ -203,15 +198,14 @@ Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
     if (Status s = verify(l * heads, heads); !s) return s;
     std::memset(layer.raw, 0, static_cast<size_t>(layout_.raw_bytes));
     const LayerMove move = {slot, layer.layer, parts.layers[l], {}};
-    ImportFault fault = ImportFault::kNone;
+    int32_t fault = kNoImportFault;
     for (int32_t h = 0; h < heads; ++h) {
-      fault = first_fault(fault, import_raw(move, h, parts.raw[l * heads + h]));
+      fault = least(fault, import_raw(move, h, parts.raw[l * heads + h]));
     }
-    if (fault == ImportFault::kNone &&
-        !copy_ranges(format_->place(layer, *(*imports)[l].plan, 0))) {
-      fault = ImportFault::kBody;
+    if (fault == kNoImportFault && !copy_ranges(format_->place(layer, *(*imports)[l].plan, 0))) {
+      fault = import_fault(layer.layer, ImportFault::kBody);
     }
-    if (fault != ImportFault::kNone) return import_status(fault, layer.layer);
+    if (fault != kNoImportFault) return import_status(fault);
     format_->clear_behind(layer);
     return Status::ok();
   };

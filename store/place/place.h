@@ -76,14 +76,14 @@ struct SequenceParts {
 
 // What is wrong with the numbers of a sequence that comes in. The least kind of the first layer
 // that has any is reported, whichever heads have it.
-enum class ImportFault : int32_t { kNone, kRawValue, kRawScore, kBody };
+enum class ImportFault : int32_t { kRawValue, kRawScore, kBody };
 // Both as one number, the least of which counts.
 inline constexpr int32_t kNoImportFault = 0x7f7f7f7f;
-inline constexpr int32_t kImportFaults = 4;  // kinds
+inline constexpr int32_t kImportFaults = 3;  // kinds
 TKV_HD constexpr int32_t import_fault(int32_t layer, ImportFault fault) {
   return layer * kImportFaults + static_cast<int32_t>(fault);
 }
-Status import_status(ImportFault fault, int32_t layer);
+Status import_status(int32_t fault);
 
 // What call() returns; kOutOfMemory where it throws std::bad_alloc, so that its caller can give
 // back what it has taken.

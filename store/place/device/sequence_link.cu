@@ -348,16 +348,12 @@ Status SequenceLink::wait_for(int32_t layer) const {
 
 Status SequenceLink::finish() {
   if (device_fault_ == nullptr) return Status::ok();
-  int32_t fault = kNoImportFault;
   cudaError_t error =
-      cudaMemcpyAsync(&fault, device_fault_, sizeof(fault), cudaMemcpyDeviceToHost, stream_);
+      cudaMemcpyAsync(&fault_, device_fault_, sizeof(fault_), cudaMemcpyDeviceToHost, stream_);
   for (const cudaStream_t stream : {stream_, copies_}) {
     const cudaError_t waited = cudaStreamSynchronize(stream);
     if (error == cudaSuccess) error = waited;
   }
-  fault_kind_ = fault == kNoImportFault ? ImportFault::kNone
-                                        : static_cast<ImportFault>(fault % kImportFaults);
-  fault_layer_ = fault / kImportFaults;
   return cuda_status(error, "link");
 }
 

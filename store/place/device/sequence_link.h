@@ -62,7 +62,7 @@ class SequenceLink {
   // Afterwards: the checksum of a part, 0 where it is shorter than the device takes; and what is
   // wrong with the numbers that came in.
   uint64_t checksum(int64_t part) const { return checksums_[part]; }
-  Status fault() const { return import_status(fault_kind_, fault_layer_); }
+  Status fault() const { return import_status(fault_); }
 
  private:
   SequenceLink(const DeviceStoreView& view, cudaStream_t stream) : view_(view), stream_(stream) {}
@@ -114,8 +114,7 @@ class SequenceLink {
   std::vector<int32_t> group_of_;  // [layers]
   int32_t layer_ = 0, group_ = 0;  // the next, and its group
   std::vector<LinkLayer> moves_;   // the layers of the group that is being filled
-  ImportFault fault_kind_ = ImportFault::kNone;
-  int32_t fault_layer_ = 0;
+  int32_t fault_ = kNoImportFault;
 };
 
 }  // namespace tierkv::store
