@@ -35,7 +35,7 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
                        std::unique_ptr<RowFormat> format, uint8_t* pages) {
   config_ = config;
   layout_ = layout;
-  raw_ = {layout.laws, layout.raw, config.layout.num_kv_heads};
+  raw_ = {layout.laws, layout.raw};
   if (allocator_memory_ == nullptr || pages == nullptr || slot_memory_ == nullptr) {
     return Status(StatusCode::kOutOfMemory,
                   "no host memory for memory_bytes: " + std::to_string(config.memory_bytes));

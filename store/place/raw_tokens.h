@@ -30,7 +30,6 @@ Status check_chunk(const Chunk& chunk, int32_t head_dim);
 struct RawRows {
   TokenLaws laws;
   RawLayout layout;
-  int32_t num_kv_heads = 0;
 };
 
 // What is known of a token's importance when its tier or exponent is decided.

@@ -97,7 +97,6 @@ struct DeviceWorks {
   const LayerTokens* to = nullptr;
   int32_t count = 0, first_layer = 0, num_layers = 0;
   int32_t most_leaving = 0;  // a bound for how many leave of an entry
-  int32_t most_tokens = 0;   // a bound for to.tokens
   DeviceChunk chunk;
   // The same on the host where the call is not captured; else null, but for may_rewrite(),
   // require_capturable() and most_pages(), which always have them. [count * num_layers]

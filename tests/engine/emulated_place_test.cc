@@ -50,7 +50,7 @@ struct RawWorld {
     laws = {input.uniform(0, 16), window, unit, 64, ring};
     sequences = input.uniform(1, 4);
     kv_heads = input.uniform(1, 3);
-    rows = {laws, RawLayout(laws, head_dim), kv_heads};
+    rows = {laws, RawLayout(laws, head_dim)};
     host.assign(static_cast<size_t>(sequences) * memory().slot_bytes, 0);
     device = host;
     counts.assign(sequences * layers, {});

@@ -64,12 +64,10 @@ DeviceWorks DevicePlace::works_of(const LayerMoves& moves, Positions layers, int
   works.num_layers = layers.count();
   works.count = static_cast<int32_t>(moves.size()) / works.num_layers;
   if (book_.is_captured()) {
-    works.most_tokens = config_.max_tokens;
     works.most_leaving = most_leaving(layout_.laws, tokens);
     return works;
   }
   for (const LayerMove& m : moves) {
-    works.most_tokens = most(works.most_tokens, m.to.tokens);
     const int32_t first = most(m.from.body_end, layout_.laws.sink_tokens);
     works.most_leaving = most(works.most_leaving, m.to.body_end - first);
   }
