@@ -1,15 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the tokens of a row lie, as arithmetic that host and device share. All rows of a (sequence,
-// layer) are alike, so it is kept once for them:
-//
-//   [0, sinks)           sinks: raw, in order
-//   [sinks, body_end)    body: the row format's
-//   [body_end, tokens)   raw, in a ring: the window and what waits behind it
-//
-// body_end is a multiple of unit_tokens (or 0) and only truncate() moves it back, to a multiple of
-// cut_tokens. What leaves the window because of new tokens is compressed before these are written,
-// so the ring never holds more than window_tokens + unit_tokens - 1 tokens or, after a truncation,
-// cut_tokens - 1.
+// Where the tokens of a row lie, as arithmetic that host and device share. store/ENGINE.md, "Where a
+// token lies", has the laws. All rows of a (sequence, layer) are alike, so it is kept once for them.
 #pragma once
 
 #include <cstdint>

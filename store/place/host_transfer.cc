@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sequences of a store in host memory as parts, and back.
-//
-// The raw part of a row is, little-endian, for each raw token in order of positions (sinks, then
-// the ring) its key and its value as fp16; then for each token of the ring sum (u32) and count
-// (i32) of its RawScore.
+// Sequences of a store in host memory as parts, and back. store/ENGINE.md, kStoreRow, has the bytes
+// of a raw part.
 #include <algorithm>
 #include <cstring>
 #include <string>

@@ -3,9 +3,7 @@
 // kv_heads, become bytes in pages and come back. A format implements it once per place; the engine
 // and the place know nothing else of it.
 //
-// A call that compresses has three parts, the same in every place: plan() finds what the tokens
-// become and how many pages that takes, and changes nothing; the place runs one page operation for
-// all rows of the call; place() cannot fail. So calls are all or nothing.
+// In which order a place calls these, and what may fail: store/ENGINE.md, "Calls".
 //
 // Memory of a format: pages, which the allocator deals to rows of its table (rows_per_layer for
 // each (sequence, layer)), and state_bytes of each (sequence, layer) in the sequence's slot:

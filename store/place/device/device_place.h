@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A store in device memory: the layouts of the host place, its calls as kernels on one stream.
-//
-// The host does the arithmetic of counts as it does for every place and never waits for it. The
-// same counts lie on the device and move on there by the same laws, so a captured step replays.
-// Whether there are pages is decided on the host before anything is enqueued: by a lower bound of
-// the free pages, or after a wait by what is free. What kernels find in values is told later, by
-// take_status().
+// store/ENGINE.md, "The device place", has how counts, pages and captures work.
 #pragma once
 
 #include <algorithm>

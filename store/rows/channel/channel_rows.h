@@ -2,9 +2,8 @@
 // Body tokens as blocks of channel-wise keys (codec/format/channel_block.h), in host memory.
 //
 // Block b of a row holds the positions T b to T (b + 1) - 1; the places of sinks hold copies of the
-// row's first body token, which nobody reads. All blocks of a layer have one size and lie by
-// (block, kv_head) on pages that belong to (sequence, layer), so their places follow from their
-// numbers and a layer keeps no state. A raw layer has raw tiles in their stead: keys, then values.
+// row's first body token, which nobody reads. A raw layer has raw tiles in their stead: keys, then
+// values. Places of blocks follow from their numbers (channel_body.h), so a layer keeps no state.
 #pragma once
 
 #include <memory>

@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Body tokens at fixed widths by importance, in host memory: the reference of its kernels.
-//
-// The policy is "once": a token's tier is decided when it leaves the window and never changes.
-// Pages hold neither scores nor positions; a map of 2 bits a token (tiers_shape.h) serves reads,
-// truncation and export. The body grows token by token, so truncation never takes a compressed
-// token back into the ring.
+// store/ENGINE.md, "Tiers", has the laws; tiers_shape.h where the state lies.
 #pragma once
 
 #include <memory>

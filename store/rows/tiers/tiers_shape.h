@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the state of tiers lies, and how a token's tier is decided: what host and device share.
-//
-// A table row is a kv_head. Its side 0 holds the tokens of the high tier, side 1 those of the low
-// one, each in order of positions. The allocator counts pages only: a full page as 2, one with room
-// as 1, because the pages of classes hold different numbers of tokens.
+// store/ENGINE.md, "Tiers", has the laws.
 //
 // The state of a (sequence, layer) is, for each kv_head, a TiersRow and then its map: 2 bits for
-// each position, the first in the lowest bits. A token's place follows from the map: it is the n-th
-// of its tier, n being the tokens of this tier before it.
+// each position, the first in the lowest bits.
 #pragma once
 
 #include <cstdint>
