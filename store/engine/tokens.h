@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the tokens of a row lie, as arithmetic that host and device share. store/ENGINE.md, "Where a
-// token lies", has the laws. All rows of a (sequence, layer) are alike, so it is kept once for them.
+// Where the tokens of a row lie, as arithmetic that host and device share. store/ENGINE.md, "Where
+// a token lies", has the laws. All rows of a (sequence, layer) are alike, so it is kept once for
+// them.
 #pragma once
 
 #include <cstdint>
@@ -69,6 +70,16 @@ TKV_HD constexpr int32_t ring_first(const TokenLaws& laws, LayerTokens at) {
 }
 TKV_HD constexpr int32_t ring_count(const TokenLaws& laws, LayerTokens at) {
   return at.tokens - ring_first(laws, at);
+}
+// What of the positions of a range lies where; any may be empty.
+struct RangeParts {
+  Positions sinks, body, ring;
+};
+TKV_HD constexpr RangeParts parts_of(const TokenLaws& laws, LayerTokens at, Positions range) {
+  const int32_t sinks = sink_count(laws, at);
+  return {{range.first, least(range.end, sinks)},
+          {most(range.first, sinks), least(range.end, at.body_end)},
+          {most(range.first, ring_first(laws, at)), range.end}};
 }
 // What the ring holds at most, and how many of that and of `added` tokens leave when these come.
 TKV_HD constexpr int32_t most_in_ring(const TokenLaws& laws) {

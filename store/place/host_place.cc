@@ -177,24 +177,21 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
 
 void HostPlace::read_row(const LayerMove& move, int32_t kv_head, Positions range, float* k,
                          float* v, uint8_t* pruned) const {
-  const int32_t first = range.first, end = range.end, dim = config_.layout.head_dim;
+  const int64_t dim = config_.layout.head_dim;
   const HostLayer layer = layer_of(move);
   const RawTokens raw(raw_, layer.raw, move.from, nullptr);
-  const int32_t body_first = std::max(first, sink_count(layout_.laws, move.from));
-  const int32_t body_end = std::min(end, move.from.body_end);
-  if (pruned != nullptr) std::fill(pruned, pruned + (end - first), uint8_t{0});
-  for (int32_t p = first; p < end;) {
-    const int64_t at = int64_t{p - first} * dim;
-    if (p == body_first && p < body_end) {
-      format_->read(layer, kv_head, p, body_end, k + at, v + at,
-                    pruned == nullptr ? nullptr : pruned + (p - first));
-      p = body_end;
-      continue;
-    }
-    raw.read(Component::kKey, kv_head, p, 1, k + at);
-    raw.read(Component::kValue, kv_head, p, 1, v + at);
-    ++p;
+  const auto [sinks, body, ring] = parts_of(layout_.laws, move.from, range);
+  for (const Positions& part : {sinks, ring}) {
+    if (part.count() <= 0) continue;
+    const int64_t at = (part.first - range.first) * dim;
+    raw.read(Component::kKey, kv_head, part.first, part.count(), k + at);
+    raw.read(Component::kValue, kv_head, part.first, part.count(), v + at);
   }
+  if (pruned != nullptr) std::fill(pruned, pruned + range.count(), uint8_t{0});
+  if (body.count() <= 0) return;
+  const int32_t at = body.first - range.first;
+  format_->read(layer, kv_head, body.first, body.end, k + at * dim, v + at * dim,
+                pruned == nullptr ? nullptr : pruned + at);
 }
 
 Status HostPlace::decode(const LayerRange& range, const LayerMove& move) {

@@ -275,16 +275,14 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
 
 Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
   if (Status s = enter("decode_range", false); !s) return s;
-  const TokenLaws& laws = layout_.laws;
-  const int32_t sinks = sink_count(laws, move.from), ring = ring_first(laws, move.from);
+  const auto [sinks, body, ring] = parts_of(layout_.laws, move.from, {range.first, range.end});
   auto raw = raw_call<RawReadCall>(move.layer);
   raw.slot = move.slot;
   raw.origin = range.first;
   raw.dtype = range.dtype;
   raw.k = static_cast<uint16_t*>(range.k);
   raw.v = static_cast<uint16_t*>(range.v);
-  for (const Positions part : {Positions{range.first, std::min(range.end, sinks)},
-                               Positions{std::max(range.first, ring), range.end}}) {
+  for (const Positions& part : {sinks, ring}) {
     if (part.count() <= 0) continue;
     raw.first = part.first;
     raw.end = part.end;
@@ -293,7 +291,6 @@ Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
     Status s = launch_after_previous(raw_read_kernel, ctas, kAppendThreads, 0, stream_, raw);
     if (!s) return s;
   }
-  const Positions body = {std::max(range.first, sinks), std::min(range.end, move.from.body_end)};
   if (body.count() <= 0) return Status::ok();
   const int64_t at = int64_t{body.first - range.first} * raw.num_kv_heads * config_.layout.head_dim;
   return format_->read(
