@@ -95,6 +95,7 @@ TKV_HD constexpr int32_t body_count(const TokenLaws& laws, LayerTokens at) {
 
 // Counts of queries and tokens stay below, so that hostile bytes lead to no overflow.
 inline constexpr int32_t kMostCounted = 1 << 30;
+inline constexpr float kMostSum = 3.402823466e38f;
 
 // What is known of a raw token's importance. count: queries that were counted, `sum` the sum of
 // their probabilities. kDecided: the format has decided before; `sum` is what it keeps, as bits.

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/place/raw_tokens.h"
 
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <string>
 
 #include "codec/format/element.h"
@@ -89,10 +87,6 @@ void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t posi
 
 void write_score(const RawRows& rows, uint8_t* row, int32_t position, RawScore score) {
   if (position < rows.laws.sink_tokens) return;
-  if (score.count >= 0) {  // otherwise the sum is bits
-    score.sum = std::fmin(score.sum, std::numeric_limits<float>::max());
-    score.count = least(score.count, kMostCounted);
-  }
   std::memcpy(row + rows.layout.score_byte(position), &score, sizeof(score));
 }
 
@@ -140,9 +134,8 @@ void write_chunk(const RawRows& rows, uint8_t* raw, const Chunk& chunk, LayerTok
       }
       RawScore score;
       if (chunk.significance != nullptr) {
-        score.count = to.tokens - 1 - p;
-        score.sum = chunk.significance[h * chunk.stride + p - chunk.first] *
-                    static_cast<float>(score.count);
+        score =
+            chunk_score(chunk.significance[h * chunk.stride + p - chunk.first], to.tokens - 1 - p);
       }
       write_score(rows, row, p, score);
     }

@@ -61,6 +61,12 @@ TKV_HD Importance chunk_importance(int32_t first, float significance) {
   return {first == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen, significance, 0};
 }
 
+// What a chunk says of a token with `behind` tokens of it behind: their queries have seen it.
+TKV_HD RawScore chunk_score(float significance, int32_t behind) {
+  const float sum = significance * static_cast<float>(behind);
+  return {sum < kMostSum ? sum : kMostSum, least(behind, kMostCounted)};
+}
+
 class RawTokens {
  public:
   // `raw` [num_kv_heads] raw rows that hold the tokens of `at`. With a chunk, it begins at
