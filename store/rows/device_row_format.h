@@ -63,17 +63,17 @@ struct DeviceChunk {
 };
 
 // The first failure that kernels find, device memory; later ones are dropped (report_fault() of
-// store/place/device/device_fault.cuh). It stays until the caller takes it, and nothing else takes
-// notice: counts move on, so kernels must go on whatever it says, with values that they can hold.
-// A format reads values of a chunk that are not finite as 0. The place reports such values, unless
-// the format does (checks_chunks()).
+// store/place/device/device_reports.cuh). It stays until the caller takes it, and nothing else
+// takes notice: counts move on, so kernels must go on whatever it says, with values that they can
+// hold. A format reads values of a chunk that are not finite as 0. The place reports such values,
+// unless the format does (checks_chunks()).
 struct DeviceFault {
   StatusCode status;  // kOk: none
   int32_t slot, layer, kv_head;
 };
 
 // What becomes valid with a call once its pages are dealt: commit() of
-// store/place/device/commit.cuh.
+// store/place/device/device_reports.cuh.
 struct DeviceCommit {
   LayerTokens* counts = nullptr;  // device [max_sequences][num_layers] that become `to`; or null
   int32_t num_layers = 0;

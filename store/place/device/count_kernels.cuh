@@ -5,8 +5,8 @@
 
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/commit.cuh"
 #include "store/place/device/device_kernels.h"
+#include "store/place/device/device_reports.cuh"
 
 namespace tierkv::store {
 

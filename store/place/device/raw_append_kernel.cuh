@@ -10,8 +10,8 @@
 #include "codec/format/element.h"
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_fault.cuh"
 #include "store/place/device/device_kernels.h"
+#include "store/place/device/device_reports.cuh"
 #include "store/rows/device_tokens.h"
 
 namespace tierkv::store {

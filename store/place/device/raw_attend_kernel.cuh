@@ -16,8 +16,8 @@
 #include "gpu/math.cuh"
 #include "gpu/mma.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_fault.cuh"
 #include "store/place/device/device_kernels.h"
+#include "store/place/device/device_reports.cuh"
 
 namespace tierkv::store {
 

@@ -13,7 +13,7 @@
 #include "codec/gpu/pages/lane_encode.cuh"
 #include "codec/gpu/pages/lane_rotation.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/commit.cuh"
+#include "store/place/device/device_reports.cuh"
 #include "store/rows/device_tokens.h"
 #include "store/rows/tiers/device_tiers_codes.cuh"
 
