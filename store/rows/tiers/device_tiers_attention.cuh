@@ -13,21 +13,23 @@
 #include "gpu/pdl.cuh"
 #include "store/place/device/batch_book.h"
 #include "store/rows/device_memory.cuh"
-#include "store/rows/tiers/device_tiers_codes.cuh"
+#include "store/rows/device_row_format.h"
 #include "store/rows/tiers/tiers_rows.h"
 #include "tierkv/attention.h"
 
 namespace tierkv::store {
 
+inline constexpr int32_t kGatherThreads = 128;
+
 // What attention needs to know of the states of sequences: to[num_rows] of the tables gets the
 // counts of their tokens. A thread a row of every layer.
-inline __global__ void __launch_bounds__(kTiersThreads)
+inline __global__ void __launch_bounds__(kGatherThreads)
     gather_counts_kernel(const __grid_constant__ DeviceStoreView view,
                          const __grid_constant__ TiersShape shape,
                          const __grid_constant__ SequenceBatch batch, SideCounts* to) {
   wait_for_previous_kernel();
   const int32_t rows = view.num_layers * view.num_kv_heads;
-  const int32_t i = static_cast<int32_t>(blockIdx.x) * kTiersThreads + threadIdx.x;
+  const int32_t i = static_cast<int32_t>(blockIdx.x) * kGatherThreads + threadIdx.x;
   if (i >= batch.count * rows) return;
   const int32_t slot = batch.sequences[i / rows], layer = i % rows / view.num_kv_heads,
                 kv_head = i % view.num_kv_heads;
@@ -164,9 +166,9 @@ class DeviceTiersAttention {
   Status plan(const DeviceAttendBody& call, const TiersCodes& codes, int32_t index,
               GpuStream stream) {
     const int64_t rows = int64_t{call.count} * view_.num_layers * view_.num_kv_heads;
-    const auto ctas = static_cast<uint32_t>((rows + kTiersThreads - 1) / kTiersThreads);
+    const auto ctas = static_cast<uint32_t>((rows + kGatherThreads - 1) / kGatherThreads);
     const Status launched =
-        launch_after_previous(gather_counts_kernel, ctas, kTiersThreads, 0, stream, view_,
+        launch_after_previous(gather_counts_kernel, ctas, kGatherThreads, 0, stream, view_,
                               codes.shape, SequenceBatch{call.slots, call.count}, tokens_[index]);
     if (!launched) return launched.with_context("counts of bodies");
     for (const TiersAttention& part : parts_) {

@@ -15,9 +15,12 @@
 #include "gpu/pdl.cuh"
 #include "store/place/device/device_reports.cuh"
 #include "store/rows/device_tokens.h"
-#include "store/rows/tiers/device_tiers_codes.cuh"
+#include "store/rows/tiers/tiers_shape.h"
 
 namespace tierkv::store {
+
+inline constexpr int32_t kTiersThreads = 128;
+inline constexpr int32_t kTiersWarps = kTiersThreads / 32;
 
 struct SideTokens {
   int32_t of[2] = {0, 0};

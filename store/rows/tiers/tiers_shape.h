@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "codec/format/page_layout.h"
+#include "codec/format/rotation.h"
 #include "store/place/raw_tokens.h"
 #include "store/rows/log_mean.h"
 #include "tierkv/half.h"
@@ -80,6 +81,17 @@ struct RowClass {
   StepRule rule[2][2];     // by side and component
   int32_t token_bytes[2];  // codes and metadata
   Alphas alphas;
+};
+
+// What kernels know of a format.
+struct TiersCodes {
+  static constexpr int32_t kMostClasses = 5;  // four of the format, and raw
+  TiersShape shape;
+  RowClass classes[kMostClasses];
+  const uint8_t* class_of_head = nullptr;  // device [num_layers * num_kv_heads]
+  Rotation rotation[3];                    // by component; the last one is off
+  // Device [num_layers * num_kv_heads, head_dim], taken off keys; null: none.
+  const float* key_means = nullptr;
 };
 
 // The tier of the token at `position`, which leaves the window. u is i * significance, i from 1, by
