@@ -31,6 +31,7 @@ class HostPlace final : public Place {
   // For a mirror, before its first use too: empties its tables.
   Status clear();
 
+  const TokenLaws& laws() const override { return layout_.laws; }
   Status open(int32_t slot) override;
   Status release(int32_t slot) override;
   Status compress(const LayerMoves& moves, int32_t tokens) override;
@@ -59,7 +60,6 @@ class HostPlace final : public Place {
   const PagesView& pages() const { return pages_; }
   uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror
   RowFormat* format() const { return format_.get(); }
-  const TokenLaws& laws() const { return layout_.laws; }
   HostLayer layer_of(const LayerMove& move) const;
 
  private:

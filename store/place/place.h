@@ -111,6 +111,8 @@ class Place {
  public:
   virtual ~Place() = default;
 
+  virtual const TokenLaws& laws() const = 0;
+
   virtual Status open(int32_t slot) = 0;
   virtual Status release(int32_t slot) = 0;
 

@@ -90,8 +90,7 @@ Status DevicePlace::run_and_wait(const PageOp& op, int64_t at_most) {
 }
 
 Status DevicePlace::require_needs(const DeviceWorks& works) {
-  const cudaError_t error = cudaMemsetAsync(needs_, 0, sizeof(PageNeeds), stream_);
-  if (Status s = cuda_status(error, "pages"); !s) return s;
+  if (Status s = zero(needs_, sizeof(PageNeeds)); !s) return s;
   Status launched = launch_after_previous(
       needs_kernel, ctas_for(works.count * rows_per_sequence()), kCountThreads, 0, stream_,
       view_.pages.allocator, SequenceBatch{works.slots, works.count}, row_counts(), needs_);
@@ -162,13 +161,9 @@ Status DevicePlace::open(int32_t slot) {
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::open({op_slots_, 1}, report_), 0); !s) return s;
   if (Status s = commit_op(true); !s) return s;
+  if (Status s = zero(view_.slots.raw(slot, 0), layout_.slot_bytes); !s) return s;
   const int64_t layers = config_.layout.num_layers;
-  cudaError_t error = cudaMemsetAsync(view_.slots.raw(slot, 0), 0,
-                                      static_cast<size_t>(layout_.slot_bytes), stream_);
-  if (error == cudaSuccess) {
-    error = cudaMemsetAsync(counts_ + slot * layers, 0, layers * sizeof(LayerTokens), stream_);
-  }
-  return cuda_status(error, "add_sequence");
+  return zero(counts_ + slot * layers, layers * int64_t{sizeof(LayerTokens)});
 }
 
 Status DevicePlace::release(int32_t slot) {

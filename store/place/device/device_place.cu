@@ -40,6 +40,10 @@ Status DevicePlace::copy(void* to, const void* from, int64_t bytes) const {
       cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_), "copy");
 }
 
+Status DevicePlace::zero(void* at, int64_t bytes) const {
+  return cuda_status(cudaMemsetAsync(at, 0, static_cast<size_t>(bytes), stream_), "zero");
+}
+
 Status DevicePlace::enter(const char* call, bool can_be_captured) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
@@ -303,8 +307,7 @@ Status DevicePlace::take_status() {
   if (Status s = copy(&fault, fault_, sizeof(fault)); !s) return s;
   if (Status s = wait(); !s) return s;
   if (fault.status == StatusCode::kOk) return Status::ok();
-  const cudaError_t error = cudaMemsetAsync(fault_, 0, sizeof(fault), stream_);
-  if (Status s = cuda_status(error, "take_status"); !s) return s;
+  if (Status s = zero(fault_, sizeof(fault)); !s) return s;
   std::string where = "found on the device";
   if (fault.slot >= 0) where += ", sequence " + std::to_string(fault.slot);
   if (fault.layer >= 0) where += ", layer " + std::to_string(fault.layer);

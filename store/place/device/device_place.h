@@ -25,6 +25,7 @@ class DevicePlace final : public Place {
   static Result<std::unique_ptr<DevicePlace>> make(const StoreConfig& config, GpuStream stream);
   ~DevicePlace() override;
 
+  const TokenLaws& laws() const override { return layout_.laws; }
   Status open(int32_t slot) override;
   Status release(int32_t slot) override;
   Status compress(const LayerMoves& moves, int32_t tokens) override;
@@ -42,8 +43,6 @@ class DevicePlace final : public Place {
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
 
-  const TokenLaws& laws() const { return layout_.laws; }
-
  private:
   using Slots = std::vector<int32_t>;
   DevicePlace(const StoreConfig& config, GpuStream stream)
@@ -55,6 +54,7 @@ class DevicePlace final : public Place {
   Result<int64_t> measure_format(const StoreLayout& layout) const;
   Status wait() const;
   Status copy(void* to, const void* from, int64_t bytes) const;
+  Status zero(void* at, int64_t bytes) const;
 
   // Before every call: which memory of batches it uses; a call that cannot be captured is refused.
   Status enter(const char* call, bool can_be_captured);

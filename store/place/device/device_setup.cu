@@ -17,8 +17,7 @@ Result<std::unique_ptr<KvStore>> KvStore::create_device(const StoreConfig& confi
   const StoreConfig resolved = store::resolve(config);
   Result<std::unique_ptr<store::DevicePlace>> place = store::DevicePlace::make(resolved, stream);
   if (!place) return place.status();
-  const store::TokenLaws laws = (*place)->laws();
-  return store::Engine::make(resolved, laws, std::move(*place));
+  return store::Engine::make(resolved, std::move(*place));
 }
 
 namespace store {

@@ -326,9 +326,8 @@ struct ShadowedStore {
     auto format = std::make_unique<Shadowed>(config, rng, seen);
     rows = format.get();
     auto place = HostPlace::make(config, std::move(format));
-    const TokenLaws laws = (*place)->laws();
     rows->begin(place->get());
-    engine = Engine::make(config, laws, std::move(*place));
+    engine = Engine::make(config, std::move(*place));
   }
   Result<SequenceId> add() {
     const Result<SequenceId> id = engine->add_sequence();
