@@ -35,42 +35,34 @@ Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft
     const auto* means = state_at<uint16_t>(work.layer, shape_.means_byte(h));
     draft->means.emplace_back(means, means + shape_.head_dim);
   }
-  if (is_raw_layer(layer)) return draft_raw(work, draft);
-  if (!draft->fixed) {
+  if (!is_raw_layer(layer) && !draft->fixed) {
     const bool ready = find_books(layer, *plan) != nullptr && !needs_tokens(layer);
-    if (!ready && work.body_end < kSampleBlocks * kBlockTokens) return draft_raw(work, draft);
-    if (Status s = fix(work, plan, draft); !s) return s;
-  }
-  return draft_coded(work, plan, draft);
-}
-
-Status CodedRows::draft_raw(const BodyWork& work, LayerDraft* draft) const {
-  BlockTokens tokens;
-  for (int32_t b = draft->first_block; b < draft->end_block; ++b) {
-    for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-      gather(work, h, b, &draft->rows[h], &tokens);
-      draft->blocks.push_back(raw_block(tokens, Component::kKey));
-      draft->blocks.push_back(raw_block(tokens, Component::kValue));
+    if (ready || work.body_end >= kSampleBlocks * kBlockTokens) {
+      if (Status s = fix(work, plan, draft); !s) return s;
     }
   }
-  return Status::ok();
+  return draft_blocks(work, draft->fixed ? find_books(layer, *plan) : nullptr, draft);
 }
 
-Status CodedRows::draft_coded(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
-  const int32_t layer = work.layer.layer;
-  const LayerBooks& books = *find_books(layer, *plan);
+Status CodedRows::draft_blocks(const BodyWork& work, const LayerBooks* books,
+                               LayerDraft* draft) const {
   std::vector<WeightedRow> rows;
-  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-    rows.push_back(row_of(layer, h, draft->rows[h], draft->means[h].data()));
+  for (int32_t h = 0; books != nullptr && h < shape_.num_kv_heads; ++h) {
+    rows.push_back(row_of(work.layer.layer, h, draft->rows[h], draft->means[h].data()));
   }
   BlockTokens tokens;
   BlockCodes codes;
   for (int32_t b = draft->first_block; b < draft->end_block; ++b) {
     for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
       gather(work, h, b, &draft->rows[h], &tokens);
+      if (books == nullptr) {
+        draft->blocks.push_back(raw_block(tokens, Component::kKey));
+        draft->blocks.push_back(raw_block(tokens, Component::kValue));
+        continue;
+      }
       Status s = quantize(rows[h], tokens, &codes);
       if (s) s = prepend(work, h, b, &codes);
-      if (s) s = encode(books, h, shape_.tokens_of(b, work.body_end), codes, draft);
+      if (s) s = encode(*books, h, shape_.tokens_of(b, work.body_end), codes, draft);
       if (!s) return s.with_context("kv_head " + std::to_string(h));
     }
   }

@@ -131,8 +131,8 @@ class CodedRows final : public RowFormat {
 
   // coded_plan.cc
   Status draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
-  Status draft_raw(const BodyWork& work, LayerDraft* draft) const;
-  Status draft_coded(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
+  // books null: blocks stay raw.
+  Status draft_blocks(const BodyWork& work, const LayerBooks* books, LayerDraft* draft) const;
   // The tokens of a block that have no codes yet: out of its raw block, where it has one, and raw
   // tokens, about which decide() decides.
   void gather(const BodyWork& work, int32_t kv_head, int32_t block, CodedRowState* state,
