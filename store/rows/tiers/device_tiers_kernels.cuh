@@ -110,14 +110,6 @@ __device__ __forceinline__ SideCounts& target_of(const TiersCall& c, int32_t row
   return c.counts
       .target[c.view.counts_row(c.works.entry(entry)) + row - entry * c.view.num_kv_heads];
 }
-__device__ __forceinline__ SideCounts units_of(const RowClass& row_class, const TiersRow& row) {
-  SideCounts units;
-#pragma unroll
-  for (int32_t side = 0; side < 2; ++side) {
-    units.of[side] = page_units(row.tokens[side], row_class.layout[side].tokens);
-  }
-  return units;
-}
 // ---- maps ----
 
 __device__ __forceinline__ int32_t sum_of_warp(int32_t x) {

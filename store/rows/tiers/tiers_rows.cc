@@ -51,15 +51,6 @@ TiersRow TiersRows::counts_before(const HostLayer& layer, int32_t kv_head, int32
   return row;
 }
 
-SideCounts TiersRows::units_of(int32_t layer, int32_t kv_head, const TiersRow& row) const {
-  const RowClass& c = row_class(layer, kv_head);
-  SideCounts units;
-  for (int32_t side = 0; side < 2; ++side) {
-    units.of[side] = page_units(row.tokens[side], c.layout[side].tokens);
-  }
-  return units;
-}
-
 HostPage TiersRows::page_at(const RowClass& c, int32_t side, uint8_t* bytes) const {
   return {bytes, c.layout[side], DType::kFloat16, {c.rule[side][0], c.rule[side][1]}};
 }
@@ -118,7 +109,7 @@ void TiersRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int
 std::vector<SideCounts> TiersRows::cut_counts(const HostLayer& layer, int32_t body_end) const {
   std::vector<SideCounts> counts;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-    counts.push_back(units_of(layer.layer, h, counts_before(layer, h, body_end)));
+    counts.push_back(units_of(row_class(layer.layer, h), counts_before(layer, h, body_end)));
   }
   return counts;
 }
@@ -233,7 +224,7 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan(const std::vector<BodyWork>& w
         return s.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
                               std::to_string(h));
       }
-      layer.tokens.push_back(units_of(work.layer.layer, h, draft.row));
+      layer.tokens.push_back(units_of(row_class(work.layer.layer, h), draft.row));
       plan->rows.push_back(std::move(draft));
     }
     plan->layers.push_back(std::move(layer));

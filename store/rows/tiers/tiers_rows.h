@@ -93,7 +93,6 @@ class TiersRows final : public RowFormat {
   int32_t body_first(const LayerTokens& at) const { return most(at.body_end, config_.sink_tokens); }
   // Tokens of positions before `end`, by side.
   TiersRow counts_before(const HostLayer& layer, int32_t kv_head, int32_t end) const;
-  SideCounts units_of(int32_t layer, int32_t kv_head, const TiersRow& row) const;
   // The run that begins at token `token` of a side and has at most `count` tokens.
   PageRun page_run(const HostLayer& layer, int32_t kv_head, int32_t side, int32_t token,
                    int32_t count) const;

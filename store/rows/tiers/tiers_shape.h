@@ -12,6 +12,7 @@
 #include "codec/format/rotation.h"
 #include "store/place/raw_tokens.h"
 #include "store/rows/log_mean.h"
+#include "tierkv/allocator.h"
 #include "tierkv/half.h"
 
 namespace tierkv::store {
@@ -82,6 +83,12 @@ struct RowClass {
   int32_t token_bytes[2];  // codes and metadata
   Alphas alphas;
 };
+
+// What the allocator counts of a row.
+TKV_HD SideCounts units_of(const RowClass& row_class, const TiersRow& row) {
+  return {{page_units(row.tokens[0], row_class.layout[0].tokens),
+           page_units(row.tokens[1], row_class.layout[1].tokens)}};
+}
 
 // What kernels know of a format.
 struct TiersCodes {

@@ -185,7 +185,7 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const ImportWork& work)
       return row.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
                               std::to_string(h));
     }
-    layer.tokens.push_back(units_of(work.layer.layer, h, draft.row));
+    layer.tokens.push_back(units_of(row_class(work.layer.layer, h), draft.row));
   }
   plan->layers.push_back(std::move(layer));
   return std::unique_ptr<BodyPlan>(std::move(plan));
