@@ -155,11 +155,6 @@ void ChannelRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, i
   }
 }
 
-int64_t ChannelRows::nominal_bytes(const HostLayer& layer) const {
-  return int64_t{blocks_of(layer.at.body_end)} * config_.layout.num_kv_heads *
-         block_bytes(layer.layer);
-}
-
 std::vector<uint8_t> ChannelRows::identity() const {
   std::vector<uint8_t> bytes;
   ByteWriter out(&bytes);

@@ -31,7 +31,9 @@ class ChannelRows final : public RowFormat {
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override {
     return counts_of(layer.layer, blocks_of(body_end));
   }
-  int64_t nominal_bytes(const HostLayer& layer) const override;
+  int64_t nominal_bytes(const HostLayer& layer) const override {
+    return config_.layout.num_kv_heads * body_bytes(layer, 0);
+  }
   std::vector<uint8_t> identity() const override;
   int64_t body_bytes(const HostLayer& layer, int32_t) const override {
     return int64_t{blocks_of(layer.at.body_end)} * block_bytes(layer.layer);

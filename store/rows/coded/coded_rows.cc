@@ -182,12 +182,8 @@ int64_t CodedRows::nominal_bytes(const HostLayer& layer) const {
   const int32_t blocks = block_count(layer.at.body_end);
   int64_t bytes = 0;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      const CodedBlockRef* ref = refs(layer, h, c);
-      for (int32_t b = 0; b < blocks; ++b) {
-        bytes += int64_t{ref[b].units} * kUnitBytes + static_cast<int64_t>(sizeof(CodedBlockRef));
-      }
-    }
+    bytes += body_bytes(layer, h) - head_bytes(is_fixed(layer), blocks);
+    bytes += 2 * blocks * int64_t{sizeof(CodedBlockRef)};
     if (is_fixed(layer)) bytes += 2 * shape_.head_dim + 8;
   }
   return bytes;
