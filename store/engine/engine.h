@@ -36,9 +36,7 @@ class Engine {
 StoreConfig resolve(const StoreConfig& config);
 
 // What the config makes of the memory: kOutOfRange where it is too little.
-struct StoreLayout {
-  TokenLaws laws;
-  RawLayout raw;
+struct StoreLayout : RawRows {
   int64_t raw_bytes = 0;    // of a (sequence, layer): raw rows
   int64_t layer_bytes = 0;  // with the format's state
   int64_t slot_bytes = 0;   // of a sequence

@@ -154,4 +154,10 @@ struct RawLayout {
   }
 };
 
+// What raw rows are.
+struct RawRows {
+  TokenLaws laws;
+  RawLayout raw;
+};
+
 }  // namespace tierkv::store

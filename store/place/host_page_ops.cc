@@ -124,9 +124,9 @@ void HostPlace::restore(const LayerMove& move) const {
         const float* x = (c == Component::kKey ? k : v).data() + int64_t{p - first} * dim;
         std::transform(x, x + dim, token.begin(),
                        [](float value) { return float_to_half(saturate_to_half_range(value)); });
-        write_raw(raw_, raw_row(move, h), c, p, token.data());
+        write_raw(layout_, raw_row(move, h), c, p, token.data());
       }
-      write_score(raw_, raw_row(move, h), p, scores[p - first]);
+      write_score(layout_, raw_row(move, h), p, scores[p - first]);
     }
   }
 }

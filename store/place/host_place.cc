@@ -35,7 +35,6 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
                        std::unique_ptr<RowFormat> format, uint8_t* pages) {
   config_ = config;
   layout_ = layout;
-  raw_ = {layout.laws, layout.raw};
   if (allocator_memory_ == nullptr || pages == nullptr || slot_memory_ == nullptr) {
     return Status(StatusCode::kOutOfMemory,
                   "no host memory for memory_bytes: " + std::to_string(config.memory_bytes));
@@ -81,7 +80,7 @@ HostLayer HostPlace::layer_of(const LayerMove& move) const {
 }
 
 uint8_t* HostPlace::raw_row(const LayerMove& move, int32_t kv_head) const {
-  return layer_of(move).raw + int64_t{kv_head} * raw_.layout.row_bytes;
+  return layer_of(move).raw + int64_t{kv_head} * layout_.raw.row_bytes;
 }
 
 Status HostPlace::open(int32_t slot) {
@@ -107,7 +106,7 @@ Status HostPlace::compress(const LayerMoves& moves, int32_t /*tokens*/) {
   for (const LayerMove& move : moves) {
     if (!move.moves_body()) continue;
     const HostLayer layer = layer_of(move);
-    tokens.emplace_back(raw_, layer.raw, move.from, nullptr);
+    tokens.emplace_back(layout_, layer.raw, move.from, nullptr);
     works.push_back({layer, move.to.body_end, &tokens.back()});
   }
   return works.empty() ? Status::ok() : compress_works(works);
@@ -153,7 +152,7 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
     }
     chunks.push_back(chunk);
     const HostLayer layer = layer_of(moves[i]);
-    tokens.emplace_back(raw_, layer.raw, moves[i].from, &chunks.back());
+    tokens.emplace_back(layout_, layer.raw, moves[i].from, &chunks.back());
     if (moves[i].to.body_end > moves[i].from.body_end) {
       works.push_back({layer, moves[i].to.body_end, &tokens.back()});
     }
@@ -170,7 +169,7 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
     if (Status s = compress_works(works); !s) return s;
   }
   for (size_t i = 0; i < moves.size(); ++i) {
-    write_chunk(raw_, layer_of(moves[i]).raw, chunks[i], moves[i].to);
+    write_chunk(layout_, layer_of(moves[i]).raw, chunks[i], moves[i].to);
   }
   return Status::ok();
 }
@@ -179,7 +178,7 @@ void HostPlace::read_row(const LayerMove& move, int32_t kv_head, Positions range
                          float* v, uint8_t* pruned) const {
   const int64_t dim = config_.layout.head_dim;
   const HostLayer layer = layer_of(move);
-  const RawTokens raw(raw_, layer.raw, move.from, nullptr);
+  const RawTokens raw(layout_, layer.raw, move.from, nullptr);
   const auto [sinks, body, ring] = parts_of(layout_.laws, move.from, range);
   for (const Positions& part : {sinks, ring}) {
     if (part.count() <= 0) continue;

@@ -98,7 +98,6 @@ class HostPlace final : public Place {
 
   StoreConfig config_;
   StoreLayout layout_;
-  RawRows raw_;
   std::unique_ptr<RowFormat> format_;
   Memory allocator_memory_, page_memory_, slot_memory_;
   PagesView pages_;

@@ -70,11 +70,11 @@ int64_t HostPlace::raw_part_bytes(LayerTokens at) const {
 void HostPlace::export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const {
   const uint8_t* row = raw_row(move, kv_head);
   for_raw(layout_.laws, move.from, [&](Component c, int32_t p) {
-    read_raw(raw_, row, c, p, to);
+    read_raw(layout_, row, c, p, to);
     to += 2 * config_.layout.head_dim;
   });
   for (int32_t p = ring_first(layout_.laws, move.from); p < move.from.tokens; ++p) {
-    const RawScore score = read_score(raw_, row, p);
+    const RawScore score = read_score(layout_, row, p);
     std::memcpy(to, &score, sizeof(score));
     to += sizeof(score);
   }
@@ -88,7 +88,7 @@ int32_t HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
   bool all_finite = true;
   for_raw(layout_.laws, move.from, [&](Component c, int32_t p) {
     all_finite &= are_finite(from, bytes);
-    write_raw(raw_, row, c, p, from);
+    write_raw(layout_, row, c, p, from);
     from += bytes;
   });
   if (!all_finite) return import_fault(move.layer, ImportFault::kRawValue);
@@ -96,7 +96,7 @@ int32_t HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
     RawScore score;
     std::memcpy(&score, from, sizeof(score));
     if (!is_possible(score)) return import_fault(move.layer, ImportFault::kRawScore);
-    write_score(raw_, row, p, score);
+    write_score(layout_, row, p, score);
     from += sizeof(score);
   }
   return kNoImportFault;

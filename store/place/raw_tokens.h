@@ -27,11 +27,6 @@ struct Chunk {
 // kNonFinite; kOutOfRange for values beyond fp16.
 Status check_chunk(const Chunk& chunk, int32_t head_dim);
 
-struct RawRows {
-  TokenLaws laws;
-  RawLayout layout;
-};
-
 // What is known of a token's importance when its tier or exponent is decided.
 enum class ImportanceKind : int32_t {
   kUnknown = 0,  // neutral

@@ -38,11 +38,9 @@ struct DeviceSlots {
 struct DeviceEntry {
   int32_t sequence, slot, layer;
 };
-struct DeviceStoreView {
+struct DeviceStoreView : RawRows {
   PagesView pages;  // device memory
   DeviceSlots slots;
-  TokenLaws laws;
-  RawLayout raw;
   int32_t num_layers = 0, num_kv_heads = 0, head_dim = 0;
 
   // Where the counts of the entry's first table row lie in DeviceRowCounts.

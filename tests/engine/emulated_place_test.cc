@@ -56,7 +56,7 @@ struct RawWorld {
     counts.assign(sequences * layers, {});
   }
   DeviceSlots memory() {
-    const int64_t raw = int64_t{rows.layout.row_bytes} * kv_heads;
+    const int64_t raw = int64_t{rows.raw.row_bytes} * kv_heads;
     return {device.data(), (raw + 128) * layers, raw + 128, raw};
   }
   uint8_t* host_raw(int32_t slot) {
@@ -66,7 +66,7 @@ struct RawWorld {
 
   // n tokens to every sequence, in reverse order of slots.
   void append(int32_t n, bool in_step) {
-    const int32_t dim = rows.layout.head_dim;
+    const int32_t dim = rows.raw.head_dim;
     const int64_t per_sequence = int64_t{n} * kv_heads;
     const auto fill = [&] {
       std::vector<uint8_t> bytes = input.values(dtype, sequences * per_sequence, dim);
@@ -100,7 +100,7 @@ struct RawWorld {
     }
     RawAppendCall call;
     call.memory = memory();
-    call.raw = rows.layout;
+    call.raw = rows.raw;
     call.laws = laws;
     call.slots = slots.data();
     call.to = to.data() + (in_step ? layer : 0);
@@ -139,7 +139,7 @@ TYPED_TEST(EmulatedPlace, RawTokensLieAsTheHostPutsThem) {
     EXPECT_EQ(world.fault.status, StatusCode::kOk);
     RawReadCall read;
     read.memory = world.memory();
-    read.raw = world.rows.layout;
+    read.raw = world.rows.raw;
     read.laws = world.laws;
     read.layer = world.layer;
     read.num_kv_heads = world.kv_heads;
@@ -156,7 +156,7 @@ TYPED_TEST(EmulatedPlace, RawTokensLieAsTheHostPutsThem) {
     for (int32_t p = read.first; p < read.end; ++p) {
       for (int32_t h = 0; h < heads; ++h) {
         const auto at = (int64_t{p - read.first} * heads + h) * dim;
-        const uint8_t* row = world.host_raw(0) + h * world.rows.layout.row_bytes;
+        const uint8_t* row = world.host_raw(0) + h * world.rows.raw.row_bytes;
         read_raw(world.rows, row, Component::kKey, p, expected.data());
         ASSERT_TRUE(std::equal(expected.begin(), expected.end(), k.begin() + at));
         read_raw(world.rows, row, Component::kValue, p, expected.data());
@@ -228,7 +228,7 @@ struct Attended {
   RawAttendCall call;
 
   Attended(RawWorld* w, int32_t group, int32_t q_len, DType dtype) {
-    const int32_t dim = w->rows.layout.head_dim;
+    const int32_t dim = w->rows.raw.head_dim;
     const int64_t lines = int64_t{w->sequences} * q_len * w->kv_heads * group;
     for (int64_t i = 0; i < lines * dim; ++i) {
       q.push_back(float_to_raw(dtype, w->input.real(-1, 1)));
@@ -243,7 +243,7 @@ struct Attended {
     out = body;
     lse.assign(lines, NAN);
     call.memory = w->memory();
-    call.raw = w->rows.layout;
+    call.raw = w->rows.raw;
     call.laws = w->laws;
     call.layer = w->layer;
     call.num_kv_heads = w->kv_heads;
@@ -337,7 +337,7 @@ void expect_attends(int32_t round) {
         }
         if (!a.call.count_query) continue;
         for (int32_t p = ring_first(w.laws, at[i]); p < position; ++p) {
-          uint8_t* row = w.host_raw(i) + int64_t{h} * w.rows.layout.row_bytes;
+          uint8_t* row = w.host_raw(i) + int64_t{h} * w.rows.raw.row_bytes;
           RawScore score = read_score(w.rows, row, p);
           if (score.count < 0) continue;
           score.sum += static_cast<float>(largest[p]);
@@ -346,7 +346,7 @@ void expect_attends(int32_t round) {
         }
       }
       for (int32_t p = ring_first(w.laws, at[i]); p < at[i].tokens; ++p) {
-        const int64_t row = int64_t{h} * w.rows.layout.row_bytes;
+        const int64_t row = int64_t{h} * w.rows.raw.row_bytes;
         const RawScore expected = read_score(w.rows, w.host_raw(i) + row, p);
         const RawScore found = read_score(w.rows, w.memory().raw(i, w.layer) + row, p);
         ASSERT_EQ(found.count, expected.count) << "position " << p;

@@ -74,10 +74,8 @@ struct PageNeeds {
 };
 
 // The raw rows of a layer.
-struct RawCall {
+struct RawCall : RawRows {
   DeviceSlots memory;
-  RawLayout raw;
-  TokenLaws laws;
   int32_t layer = 0, num_kv_heads = 0;
   DeviceFault* fault = nullptr;
 };

@@ -112,9 +112,8 @@ Status DevicePlace::compress(const LayerMoves& moves, int32_t tokens) {
 template <class Call>
 Call DevicePlace::raw_call(int32_t layer) const {
   Call raw;
+  static_cast<RawRows&>(raw) = view_;
   raw.memory = view_.slots;
-  raw.raw = view_.raw;
-  raw.laws = view_.laws;
   raw.layer = layer;
   raw.num_kv_heads = config_.layout.num_kv_heads;
   raw.fault = fault_;

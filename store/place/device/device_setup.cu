@@ -63,10 +63,9 @@ DevicePlace::~DevicePlace() {
 DeviceStoreView DevicePlace::view_of(const StoreLayout& layout, const PageAllocator& allocator,
                                      uint8_t* pages, uint8_t* slots) const {
   DeviceStoreView view;
+  static_cast<RawRows&>(view) = layout;
   view.pages = {allocator, pages, layout.page_bytes, host_format_->sizes().rows_per_layer};
   view.slots = {slots, layout.slot_bytes, layout.layer_bytes, layout.raw_bytes};
-  view.laws = layout.laws;
-  view.raw = layout.raw;
   view.num_layers = config_.layout.num_layers;
   view.num_kv_heads = config_.layout.num_kv_heads;
   view.head_dim = config_.layout.head_dim;

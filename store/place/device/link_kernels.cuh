@@ -29,13 +29,11 @@ struct LinkLayer {
   }
 };
 // Layers that go together, a line of CTAs each.
-struct LinkCall {
-  RawLayout raw;
-  TokenLaws laws;
+struct LinkCall : RawRows {
   uint8_t* bytes = nullptr;              // their parts
   const ChecksumChunk* parts = nullptr;  // [layers of the sequence, 2 * num_kv_heads]
   int32_t num_kv_heads = 0;
-  bool comes = false;  // parts to rows
+  bool comes = false;        // parts to rows
   int32_t* fault = nullptr;  // the least import_fault()
   LinkLayer layers[kLinkLayers];
 };

@@ -225,8 +225,7 @@ Status SequenceLink::add_ranges(const PageRanges& ranges, const PageRange& last)
 
 Status SequenceLink::move_layers() const {
   LinkCall call;
-  call.raw = view_.raw;
-  call.laws = view_.laws;
+  static_cast<RawRows&>(call) = view_;
   call.bytes = staged(group_);
   call.parts = device_parts_;
   call.num_kv_heads = view_.num_kv_heads;
