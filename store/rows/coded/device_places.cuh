@@ -134,14 +134,6 @@ struct PlaceBlocks {
     int32_t* sums;   // [32]: of the warps
     int32_t* num_pages;
     int32_t* used;  // before the chunk, then behind it
-
-    __device__ explicit Chunk(int32_t* of)
-        : ends(of),
-          next(of + kThreads),
-          pages(of + 2 * kThreads),
-          sums(of + 3 * kThreads),
-          num_pages(sums + kWarpLanes),
-          used(num_pages + 1) {}
     // The first of the blocks [first, count) that ends behind `end`.
     __device__ int32_t first_behind(int32_t first, int32_t count, int32_t end) const {
       int32_t last = count;  // it is in [first, last]
@@ -203,7 +195,9 @@ struct PlaceBlocks {
     const int32_t items = (d.end_block - d.first_block) * per_block;
     const int64_t first = call.cell(e, 0) * call.heads();
     if (d.failed != 0 || fails(e, items, first)) return;
-    const Chunk chunk(memory);
+    int32_t* const sums = memory + 3 * kThreads;
+    const Chunk chunk = {memory, memory + kThreads, memory + 2 * kThreads,
+                         sums,   sums + kWarpLanes, sums + kWarpLanes + 1};
     if (thread() == 0) *chunk.used = d.begin;
     for (int32_t from = 0; from < items; from += threads()) {
       const int32_t count = least(threads(), items - from), item = from + thread();

@@ -64,16 +64,8 @@ struct TiersPlace {
   const DeviceStoreView& view;
   const TiersCodes& codes;
   int32_t slot, layer, kv_head;
-  int32_t row_class;
+  int32_t row_class = codes.class_of_head[layer * view.num_kv_heads + kv_head];
 
-  __device__ __forceinline__ TiersPlace(const DeviceStoreView& of_view, const TiersCodes& of_codes,
-                                        int32_t of_slot, int32_t of_layer, int32_t of_head)
-      : view(of_view),
-        codes(of_codes),
-        slot(of_slot),
-        layer(of_layer),
-        kv_head(of_head),
-        row_class(codes.class_of_head[of_layer * view.num_kv_heads + of_head]) {}
   __device__ __forceinline__ const RowClass& of_class() const { return codes.classes[row_class]; }
   __device__ __forceinline__ TiersRow* state() const {
     return reinterpret_cast<TiersRow*>(view.slots.state(slot, layer) +
