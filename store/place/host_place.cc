@@ -100,23 +100,23 @@ Status HostPlace::note_replay(const LayerMoves&, int32_t) {
 }
 
 Status HostPlace::compress(const LayerMoves& moves, int32_t /*tokens*/) {
+  return compress_works(moves, {});
+}
+
+Status HostPlace::compress_works(const LayerMoves& moves, const std::vector<Chunk>& chunks) {
   std::vector<RawTokens> tokens;
   tokens.reserve(moves.size());
   std::vector<BodyWork> works;
-  for (const LayerMove& move : moves) {
-    if (!move.moves_body()) continue;
-    const HostLayer layer = layer_of(move);
-    tokens.emplace_back(layout_, layer.raw, move.from, nullptr);
-    works.push_back({layer, move.to.body_end, &tokens.back()});
+  std::vector<HostLayer> layers;
+  for (size_t i = 0; i < moves.size(); ++i) {
+    if (!moves[i].moves_body()) continue;
+    const HostLayer& layer = layers.emplace_back(layer_of(moves[i]));
+    tokens.emplace_back(layout_, layer.raw, moves[i].from, chunks.empty() ? nullptr : &chunks[i]);
+    works.push_back({layer, moves[i].to.body_end, &tokens.back()});
   }
-  return works.empty() ? Status::ok() : compress_works(works);
-}
-
-Status HostPlace::compress_works(const std::vector<BodyWork>& works) {
+  if (works.empty()) return Status::ok();
   Result<std::unique_ptr<BodyPlan>> plan = format_->plan(works);
   if (!plan) return plan.status();
-  std::vector<HostLayer> layers;
-  for (const BodyWork& work : works) layers.push_back(work.layer);
   if (Status s = take_pages(layers, (*plan)->layers); !s) return s;
   for (size_t i = 0; i < layers.size(); ++i) {
     for (const PageRange& range : format_->place(layers[i], **plan, i)) {
@@ -131,30 +131,16 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
   const CacheLayout& shape = config_.layout;
   const int64_t per_sequence = int64_t{call.tokens} * shape.num_kv_heads * shape.head_dim;
   std::vector<Chunk> chunks;
-  std::vector<RawTokens> tokens;
-  std::vector<BodyWork> works;
-  chunks.reserve(moves.size());
-  tokens.reserve(moves.size());
   for (size_t i = 0; i < moves.size(); ++i) {
-    Chunk chunk = {static_cast<const uint16_t*>(call.k) + i * per_sequence,
-                   static_cast<const uint16_t*>(call.v) + i * per_sequence,
-                   nullptr,
-                   call.stride,
-                   shape.dtype,
-                   moves[i].from.tokens,
-                   call.tokens,
-                   shape.num_kv_heads};
+    Chunk& chunk = chunks.emplace_back(
+        Chunk{static_cast<const uint16_t*>(call.k) + i * per_sequence,
+              static_cast<const uint16_t*>(call.v) + i * per_sequence, nullptr, call.stride,
+              shape.dtype, moves[i].from.tokens, call.tokens, shape.num_kv_heads});
     if (call.significance != nullptr) {
       chunk.significance = call.significance + i * shape.num_kv_heads * call.stride;
     }
     if (Status s = check_chunk(chunk, shape.head_dim); !s) {
       return s.with_context("sequence " + std::to_string(moves[i].slot));
-    }
-    chunks.push_back(chunk);
-    const HostLayer layer = layer_of(moves[i]);
-    tokens.emplace_back(layout_, layer.raw, moves[i].from, &chunks.back());
-    if (moves[i].to.body_end > moves[i].from.body_end) {
-      works.push_back({layer, moves[i].to.body_end, &tokens.back()});
     }
   }
   std::vector<float> found;
@@ -165,9 +151,7 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
       chunks[i].stride = call.tokens;
     }
   }
-  if (!works.empty()) {
-    if (Status s = compress_works(works); !s) return s;
-  }
+  if (Status s = compress_works(moves, chunks); !s) return s;
   for (size_t i = 0; i < moves.size(); ++i) {
     write_chunk(layout_, layer_of(moves[i]).raw, chunks[i], moves[i].to);
   }
