@@ -185,10 +185,15 @@ class DeviceRowFormat {
   virtual Status read(const DeviceRead& call) = 0;
 
   // Positions [first, end), end the body's after a truncation to less than it was, go back to the
-  // ring: fp16 values and RawScores, for all kv_heads, as truncate() of the host place does.
-  virtual Status restore(const LayerMove& move, Positions range) = 0;
+  // ring: fp16 values and RawScores, for all kv_heads, as truncate() of the host place does. A
+  // format that is cut at every token is not asked.
+  virtual Status restore(const LayerMove& /*move*/, Positions /*range*/) {
+    return Status(StatusCode::kUnsupported, "restore");
+  }
   // Counts of the table rows once the bodies end at to.body_end, into `target` as plan() has them.
-  virtual Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
+  virtual Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {
+    return plan(works, counts);
+  }
   // The tables were cut, or forked: the states (copied already) follow. copies as in write().
   virtual Status cut(const DeviceWorks& /*works*/, const PageCopy* /*copies*/) {
     return Status::ok();

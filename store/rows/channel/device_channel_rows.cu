@@ -36,9 +36,6 @@ class DeviceChannelRows final : public DeviceRowFormat {
   Status restore(const LayerMove& move, Positions range) override {
     return read({move.slot, move.layer, move.from.body_end, range});
   }
-  Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
-    return plan(works, counts);
-  }
 
  private:
   bool is_raw(int32_t layer) const { return rows_.is_raw_layer()[layer] != 0; }

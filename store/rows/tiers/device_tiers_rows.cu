@@ -34,10 +34,6 @@ class DeviceTiersRows final : public DeviceRowFormat {
   Status check_imported(std::span<const HostLayer> layers, const LayerTokens* counts,
                         int32_t* fault) override;
 
-  // Bodies are cut at any token, so that nothing goes back to the ring.
-  Status restore(const LayerMove&, Positions) override {
-    return Status(StatusCode::kInvalidArgument, "restore: tiers are cut at every token");
-  }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status cut(const DeviceWorks& works, const PageCopy* copies) override;
 
