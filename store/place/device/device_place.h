@@ -102,7 +102,6 @@ class DevicePlace final : public Place {
   int32_t rows_per_sequence() const { return layout_.allocator.table.rows_per_sequence; }
   int64_t state_bytes() const { return layout_.layer_bytes - layout_.raw_bytes; }
   Status copy_pages(int32_t count);
-  Status add_nominal(const LayerMoves& layers, StoreUsage* usage) const;
   // The mirror, emptied, and the link.
   Status open_mirror();
   Status copy_tables(int32_t slot) const;

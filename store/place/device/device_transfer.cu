@@ -35,7 +35,20 @@ Status DevicePlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const
   usage->page_bytes = layout_.page_bytes;
   usage->slot_bytes = layout_.slot_bytes;
   for (const PageRecord& record : records) usage->pages_shared += record.reference_count > 1;
-  return add_nominal(layers, usage);
+  // The format in host memory reads the states of the open sequences.
+  const auto state = static_cast<size_t>(state_bytes());
+  const auto num_layers = static_cast<size_t>(config_.layout.num_layers);
+  std::vector<uint8_t> states(state * num_layers);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const size_t layer = i % num_layers;
+    if (layer == 0) {
+      if (Status s = copy_states(layers[i].slot, states.data()); !s) return s;
+      if (Status s = wait(); !s) return s;
+    }
+    usage->nominal_bytes += host_format_->nominal_bytes(
+        {layers[i].slot, layers[i].layer, layers[i].from, nullptr, states.data() + layer * state});
+  }
+  return Status::ok();
 }
 
 Status DevicePlace::copy_states(int32_t slot, uint8_t* to) const {
@@ -44,24 +57,6 @@ Status DevicePlace::copy_states(int32_t slot, uint8_t* to) const {
       to, bytes, view_.slots.state(slot, 0), static_cast<size_t>(layout_.layer_bytes), bytes,
       config_.layout.num_layers, cudaMemcpyDefault, stream_);
   return cuda_status(error, "states");
-}
-
-// From the states of the open sequences, which the format in host memory reads.
-Status DevicePlace::add_nominal(const LayerMoves& layers, StoreUsage* usage) const {
-  const auto bytes = static_cast<size_t>(state_bytes());
-  const auto num_layers = static_cast<size_t>(config_.layout.num_layers);
-  std::vector<uint8_t> states(bytes * num_layers);
-  for (size_t i = 0; i < layers.size(); ++i) {
-    const size_t layer = i % num_layers;
-    if (layer == 0) {
-      if (Status s = copy_states(layers[i].slot, states.data()); !s) return s;
-      if (Status s = wait(); !s) return s;
-    }
-    uint8_t* state = states.data() + layer * bytes;
-    usage->nominal_bytes += host_format_->nominal_bytes(
-        {layers[i].slot, layers[i].layer, layers[i].from, nullptr, state});
-  }
-  return Status::ok();
 }
 
 Result<int64_t> DevicePlace::bytes_held(int32_t slot) const {

@@ -299,23 +299,20 @@ struct WriteRawBlocks : CallWork {
     const int32_t row = i / 2, kv_head = row % call.heads();
     const CellOf cell = cell_of(call, row / call.heads());
     if (!is_written(call, cell, EntryForm::kRaw)) return;
+    const auto c = static_cast<Component>(i % 2);
     const WeightedPlace place = call.places[i % 2][cell.cell * call.heads() + kv_head];
-    write(static_cast<Component>(i % 2), row, tokens_of(call, cell).count(),
-          call.device.view.pages.base + int64_t{place.unit} * kUnitBytes);
-  }
-
- private:
-  __device__ void write(Component c, int32_t row, int32_t tokens, uint8_t* to) const {
+    uint8_t* const to = call.device.view.pages.base + int64_t{place.unit} * kUnitBytes;
+    const int32_t tokens = tokens_of(call, cell).count();
     const auto thread = static_cast<int32_t>(threadIdx.x);
     const auto threads = static_cast<int32_t>(blockDim.x);
     const int32_t dims = call.head_dim();
     const uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
     for (int32_t t = thread; t < kBlockTokens; t += threads) to[t] = t < tokens ? words[t][0] : 0;
     const uint16_t* const from = call.staged(c, row);
-    for (int32_t i = thread; i < tile_count(tokens) * kTileTokens * dims; i += threads) {
-      const int32_t t = i / dims;
-      uint8_t* const byte = to + kBlockTokens + raw_tile_byte(dims, c, t, i % dims);
-      *reinterpret_cast<uint16_t*>(byte) = t < tokens ? from[i] : uint16_t{0};
+    for (int32_t n = thread; n < tile_count(tokens) * kTileTokens * dims; n += threads) {
+      const int32_t t = n / dims;
+      uint8_t* const byte = to + kBlockTokens + raw_tile_byte(dims, c, t, n % dims);
+      *reinterpret_cast<uint16_t*>(byte) = t < tokens ? from[n] : uint16_t{0};
     }
   }
 };
