@@ -226,7 +226,6 @@ Result<std::unique_ptr<DeviceRowFormat>> make_device_coded_rows(const StoreConfi
 // kUnsupported: what attention over pages does not take.
 Result<std::unique_ptr<DeviceRowFormat>> make_device_tiers_rows(const StoreConfig& config,
                                                                 RowFormat* host);
-// kUnsupported for more than 16 q heads a kv_head.
 Result<std::unique_ptr<DeviceRowFormat>> make_device_channel_rows(const StoreConfig& config,
                                                                   RowFormat* host);
 

@@ -152,8 +152,6 @@ Status DeviceChannelRows::read(const DeviceRead& call) {
 
 Result<std::unique_ptr<DeviceRowFormat>> make_device_channel_rows(const StoreConfig& config,
                                                                   RowFormat* host) {
-  const CacheLayout& shape = config.layout;
-  if (Status s = validate_channel_group(shape.num_q_heads / shape.num_kv_heads); !s) return s;
   return std::unique_ptr<DeviceRowFormat>(
       std::make_unique<DeviceChannelRows>(config, *static_cast<const ChannelRows*>(host)));
 }
