@@ -176,23 +176,29 @@ Result<std::vector<HostPlace::LayerImport>> HostPlace::plan_imports(int32_t slot
 
 Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
   Status s = without_bad_alloc([&] { return import_opened(slot, parts); });
-  if (!s) (void)release(slot);
-  return s;
+  if (s) return s;
+  (void)release(slot);
+  return parts.why_failed(s);
 }
 
 // A thread takes a layer at a time. Bytes are verified when they are copied, so they come out of
 // memory once.
 Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
   const int32_t heads = config_.layout.num_kv_heads;
-  const auto verify = [&](int64_t first, int64_t count) {
-    return parts.verify ? parts.verify(first, count) : Status::ok();
-  };
   OpReport report;
   if (Status s = run(PageOp::open({&slot, 1}, &report)); !s) return s;
   const Result<std::vector<LayerImport>> imports = plan_imports(slot, parts, false);
+  if (!imports) return imports.status();
+  std::vector<HostLayer> layers;
+  std::vector<LayerPlan> plans;
+  for (const LayerImport& import : *imports) {
+    layers.push_back(import.layer);
+    plans.push_back(import.plan->layers[0]);
+  }
+  if (Status s = take_pages(layers, plans); !s) return s;
   const auto bring = [&](int64_t l) {
-    const HostLayer& layer = (*imports)[l].layer;
-    if (Status s = verify(l * heads, heads); !s) return s;
+    const HostLayer& layer = layers[l];
+    if (Status s = parts.check(l * heads, heads); !s) return s;
     std::memset(layer.raw, 0, static_cast<size_t>(layout_.raw_bytes));
     const LayerMove move = {slot, layer.layer, parts.layers[l], {}};
     int32_t fault = kNoImportFault;
@@ -206,24 +212,9 @@ Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
     format_->clear_behind(layer);
     return Status::ok();
   };
-  Status s = imports.status();
-  if (s) {
-    std::vector<HostLayer> layers;
-    std::vector<LayerPlan> plans;
-    for (const LayerImport& import : *imports) {
-      layers.push_back(import.layer);
-      plans.push_back(import.plan->layers[0]);
-    }
-    s = take_pages(layers, plans);
-  }
-  if (s) {
-    s = try_parallel_for(config_.layout.num_layers, threads_of(config_.layout, parts.layers[0]),
-                         bring);
-  }
-  if (!s) {
-    const Status sound = verify(0, int64_t{config_.layout.num_layers} * heads);
-    return sound ? s : sound;
-  }
+  Status s = try_parallel_for(config_.layout.num_layers,
+                              threads_of(config_.layout, parts.layers[0]), bring);
+  if (!s) return s;
   // What serves all sequences must not change for one that is refused.
   for (const LayerImport& import : *imports) format_->finish(*import.plan);
   return s;

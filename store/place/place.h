@@ -58,6 +58,17 @@ inline SignificanceCall chunk_queries(const CacheLayout& layout, const LayerAppe
   return p;
 }
 
+// What call() returns; kOutOfMemory where it throws std::bad_alloc, so that its caller can give
+// back what it has taken.
+template <class Call>
+Status without_bad_alloc(const Call& call) {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "no host memory");
+  }
+}
+
 // What the chunks of a sequence hold that comes in (store/transfer/sequence_chunks.h); the bytes
 // are the caller's.
 struct SequenceParts {
@@ -72,6 +83,16 @@ struct SequenceParts {
   // rows, or compares them itself, before it says that an import has succeeded, or failed for
   // another reason. Any number of threads at once.
   std::function<Status(int64_t first, int64_t count)> verify;
+
+  Status check(int64_t first, int64_t count) const {
+    return verify ? verify(first, count) : Status::ok();
+  }
+  // Why an import failed: a wrong checksum, else what was found.
+  Status why_failed(const Status& found) const {
+    const Status sound =
+        without_bad_alloc([&] { return check(0, static_cast<int64_t>(raw.size())); });
+    return sound ? found : sound;
+  }
 };
 
 // What is wrong with the numbers of a sequence that comes in. The least kind of the first layer
@@ -85,18 +106,7 @@ TKV_HD constexpr int32_t import_fault(int32_t layer, ImportFault fault) {
 }
 Status import_status(int32_t fault);
 
-// What call() returns; kOutOfMemory where it throws std::bad_alloc, so that its caller can give
-// back what it has taken.
-template <class Call>
-Status without_bad_alloc(const Call& call) {
-  try {
-    return call();
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kOutOfMemory, "no host memory");
-  }
-}
-
-// The same of a sequence that leaves. Valid until the next call of the place.
+// What a sequence that leaves has. Valid until the next call of the place.
 struct SequenceSource {
   std::vector<LayerTokens> layers;
   std::vector<std::vector<uint8_t>> shared;

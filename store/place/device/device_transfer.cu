@@ -199,9 +199,7 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
   if (link_ != nullptr) (void)link_->finish();  // which may still read the caller's memory
   mirror_ = nullptr;                            // it may have codebooks that the store does not
   if (is_open) (void)release(slot);
-  const Status sound =
-      parts.verify ? parts.verify(0, static_cast<int64_t>(parts.raw.size())) : Status::ok();
-  return sound ? s : sound;
+  return parts.why_failed(s);
 }
 
 // Sizes that no sequence has must not take memory. Where anything is damaged the host finds out
