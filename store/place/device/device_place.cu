@@ -290,7 +290,7 @@ Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
     raw.first = part.first;
     raw.end = part.end;
     const int64_t threads = int64_t{part.count()} * raw.num_kv_heads * (raw.raw.head_dim / 2);
-    const auto ctas = static_cast<uint32_t>((threads + kAppendThreads - 1) / kAppendThreads);
+    const uint32_t ctas = ctas_for(threads, kAppendThreads);
     Status s = launch_after_previous(raw_read_kernel, ctas, kAppendThreads, 0, stream_, raw);
     if (!s) return s;
   }

@@ -16,10 +16,6 @@ constexpr int32_t kWriteCtasPerSm = 16;  // several rounds of those that run at 
 // Parts times query columns of a call: they keep the CTAs of short calls busy.
 constexpr int64_t kMostPartColumns = 1 << 14;
 
-uint32_t ctas_of(int64_t threads) {
-  return static_cast<uint32_t>((threads + kChannelThreads - 1) / kChannelThreads);
-}
-
 class DeviceChannelRows final : public DeviceRowFormat {
  public:
   DeviceChannelRows(const StoreConfig& config, const ChannelRows& rows)
@@ -94,8 +90,8 @@ ChannelCall DeviceChannelRows::call_of(const DeviceWorks& works) const {
 Status DeviceChannelRows::plan(const DeviceWorks& works, const DeviceRowCounts& counts) {
   ChannelCall call = call_of(works);
   call.counts = counts;
-  return launch_after_previous(count_channel_kernel, ctas_of(call.num_entries), kChannelThreads, 0,
-                               stream_, call)
+  return launch_after_previous(count_channel_kernel, ctas_for(call.num_entries, kChannelThreads),
+                               kChannelThreads, 0, stream_, call)
       .with_context("counts of channel rows");
 }
 
@@ -144,7 +140,8 @@ Status DeviceChannelRows::read(const DeviceRead& call) {
   const ChannelRead r = {call, view_, rows_.body(), is_raw(call.layer)};
   const int64_t values =
       int64_t{call.range.count()} * config_.layout.num_kv_heads * config_.layout.head_dim;
-  return launch_after_previous(read_channel_kernel, ctas_of(values), kChannelThreads, 0, stream_, r)
+  return launch_after_previous(read_channel_kernel, ctas_for(values, kChannelThreads),
+                               kChannelThreads, 0, stream_, r)
       .with_context("reading of channel rows");
 }
 

@@ -166,7 +166,7 @@ class DeviceTiersAttention {
   Status plan(const DeviceAttendBody& call, const TiersCodes& codes, int32_t index,
               GpuStream stream) {
     const int64_t rows = int64_t{call.count} * view_.num_layers * view_.num_kv_heads;
-    const auto ctas = static_cast<uint32_t>((rows + kGatherThreads - 1) / kGatherThreads);
+    const uint32_t ctas = ctas_for(rows, kGatherThreads);
     const Status launched =
         launch_after_previous(gather_counts_kernel, ctas, kGatherThreads, 0, stream, view_,
                               codes.shape, SequenceBatch{call.slots, call.count}, tokens_[index]);
