@@ -14,7 +14,6 @@
 
 namespace tierkv::store {
 
-// What a KvStore is made of.
 class Engine {
  public:
   Engine(const StoreConfig& of_config, std::unique_ptr<Place> of_place)

@@ -141,7 +141,6 @@ struct RawLayout {
         scores(value_sinks + laws.sink_tokens * dim * 2),
         row_bytes(static_cast<int32_t>(round_up(scores + 8 * laws.ring_tokens, 128))) {}
 
-  // Byte of an element of the token at a position of the ring.
   TKV_HD constexpr int32_t ring_byte(Component c, int32_t position, int32_t dim) const {
     return (c == Component::kKey ? 0 : value_ring) +
            raw_tile_byte(head_dim, c, position % ring_tokens, dim);
@@ -154,7 +153,6 @@ struct RawLayout {
   }
 };
 
-// What raw rows are.
 struct RawRows {
   TokenLaws laws;
   RawLayout raw;

@@ -64,7 +64,6 @@ class HostPlace final : public Place {
 
  private:
   static Memory allocate(size_t alignment, int64_t bytes);
-  // Lays the place over its memory.
   Status bind(const StoreConfig& config, const StoreLayout& layout,
               std::unique_ptr<RowFormat> format, uint8_t* pages);
 

@@ -73,7 +73,6 @@ struct PageNeeds {
   int32_t beyond;                // rows that would outgrow their table
 };
 
-// The raw rows of a layer.
 struct RawCall : RawRows {
   DeviceSlots memory;
   int32_t layer = 0, num_kv_heads = 0;

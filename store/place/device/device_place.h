@@ -82,9 +82,7 @@ class DevicePlace final : public Place {
   Result<bool> attend_bodies(const LayerAttend& call, const LayerMoves& moves);
 
   DeviceWorks works_of(const LayerMoves& moves, Positions layers, int32_t tokens);
-  // Plans, takes the pages, writes and commits.
   Status compress_works(const DeviceWorks& works, const LayerMoves& moves);
-  // The most pages that the works take.
   int64_t most_pages(const DeviceWorks& works, bool rewrites) const;
   Status require_alike(const LayerMoves& moves) const;
 
@@ -102,7 +100,6 @@ class DevicePlace final : public Place {
   int32_t rows_per_sequence() const { return layout_.allocator.table.rows_per_sequence; }
   int64_t state_bytes() const { return layout_.layer_bytes - layout_.raw_bytes; }
   Status copy_pages(int32_t count);
-  // The mirror, emptied, and the link.
   Status open_mirror();
   Status copy_tables(int32_t slot) const;
   // The states of all layers of a slot, one behind the other.

@@ -67,7 +67,6 @@ class SequenceLink {
  private:
   SequenceLink(const DeviceStoreView& view, cudaStream_t stream) : view_(view), stream_(stream) {}
 
-  // Layers that go together, and where they are among the parts.
   struct Group {
     int32_t first_layer = 0, end_layer = 0;
     int64_t bytes = 0, blocks = 0;

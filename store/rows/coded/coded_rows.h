@@ -84,7 +84,6 @@ class CodedRows final : public RowFormat {
 
  private:
   Status prepare_sizes();
-  // What becomes of one layer.
   struct LayerDraft {
     int32_t first_block = 0, end_block = 0;  // that are written
     bool fixed = false;                      // afterwards
@@ -129,7 +128,6 @@ class CodedRows final : public RowFormat {
   WeightedRow row_of(int32_t layer, int32_t kv_head, const CodedRowState& state,
                      const uint16_t* means) const;
 
-  // coded_plan.cc
   Status draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
   // books null: blocks stay raw.
   Status draft_blocks(const BodyWork& work, const LayerBooks* books, LayerDraft* draft) const;
@@ -137,7 +135,6 @@ class CodedRows final : public RowFormat {
   // tokens, about which decide() decides.
   void gather(const BodyWork& work, int32_t kv_head, int32_t block, CodedRowState* state,
               BlockTokens* out) const;
-  // About positions of one tile.
   void decide(const RawTokens& tokens, int32_t kv_head, Positions range, CodedRowState* state,
               BlockTokens* out) const;
   Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
@@ -156,14 +153,12 @@ class CodedRows final : public RowFormat {
   void read_block(const HostLayer& layer, int32_t kv_head, int32_t block, BlockCodes* codes,
                   float* const x[2]) const;
 
-  // coded_transfer.cc
   // `books`: of the layer where it is fixed, those of the sequence, unless the store has them.
   // is_left: whether blocks that decode later must be decoded now.
   Status import_layer(const ImportWork& work, LayerBooks* books, LayerDraft* draft,
                       bool* is_left) const;
   Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft,
                     std::vector<WeightedRow>* rows) const;
-  // Bytes of a body before its blocks.
   int64_t head_bytes(bool fixed, int32_t blocks) const;
   // Checks everything but its values.
   Status check_raw_block(const uint8_t* bytes, int64_t size, int32_t tokens) const;

@@ -100,7 +100,6 @@ class TiersRows final : public RowFormat {
   void clear_slots(const HostLayer& layer, int32_t kv_head, int32_t side, int32_t token,
                    int32_t end) const;
   HostPage page_at(const RowClass& row_class, int32_t side, uint8_t* bytes) const;
-  // A row that goes on behind `row`.
   RowDraft draft_behind(const TiersRow& row, int32_t position) const;
   // The run of `count` more tokens of a side behind those that are staged, or of as many as its
   // page holds.
@@ -111,7 +110,6 @@ class TiersRows final : public RowFormat {
                   const StagedSide& staged) const;
   void write_state(const HostLayer& layer, int32_t kv_head, const RowDraft& draft) const;
 
-  // tiers_transfer.cc
   void place_side(const HostLayer& layer, int32_t kv_head, int32_t side, const StagedSide& staged,
                   PageRanges* ranges) const;
   Status import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const;
