@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "codec/format/head_dim.h"
 #include "store/engine/tokens.h"

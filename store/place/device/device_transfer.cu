@@ -6,7 +6,6 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
-#include <string>
 #include <utility>
 #include <vector>
 

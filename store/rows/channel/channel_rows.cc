@@ -2,7 +2,6 @@
 #include "store/rows/channel/channel_rows.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 #include <variant>

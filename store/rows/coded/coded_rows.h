@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "codec/format/rope_turn.h"

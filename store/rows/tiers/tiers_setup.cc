@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
-#include <utility>
 
 #include "codec/format/errors.h"
 #include "codec/policy/profile.h"
