@@ -49,4 +49,9 @@ inline Result<DeviceLimits> device_limits() {
   return limits;
 }
 
+// CTAs for so many items, per_cta each.
+inline uint32_t ctas_for(int64_t items, int64_t per_cta) {
+  return static_cast<uint32_t>((items + per_cta - 1) / per_cta);
+}
+
 }  // namespace tierkv

@@ -10,10 +10,9 @@
 
 namespace tierkv {
 
-std::unique_ptr<KvStore> store::Engine::make(const StoreConfig& config, const TokenLaws& laws,
+std::unique_ptr<KvStore> store::Engine::make(const StoreConfig& config,
                                              std::unique_ptr<Place> place) {
-  return std::unique_ptr<KvStore>(
-      new KvStore(std::make_unique<Engine>(config, laws, std::move(place))));
+  return std::unique_ptr<KvStore>(new KvStore(std::make_unique<Engine>(config, std::move(place))));
 }
 
 // What keys are rotated by belongs to what a sequence is, wherever it comes from.
@@ -31,8 +30,7 @@ Result<std::unique_ptr<KvStore>> KvStore::create(const StoreConfig& config) {
   Result<std::unique_ptr<store::HostPlace>> place =
       store::HostPlace::make(resolved, std::move(*format));
   if (!place) return place.status();
-  const store::TokenLaws laws = (*place)->laws();
-  return store::Engine::make(resolved, laws, std::move(*place));
+  return store::Engine::make(resolved, std::move(*place));
 }
 
 KvStore::KvStore(std::unique_ptr<store::Engine> engine) : engine_(std::move(engine)) {}
@@ -134,11 +132,7 @@ Result<int32_t> KvStore::num_tokens(SequenceId sequence) {
 Result<int64_t> KvStore::bytes_held(SequenceId sequence) {
   const Result<int32_t> slot = engine_->sequences.slot_of(sequence);
   if (!slot) return slot.status();
-  StoreUsage usage;
-  if (Status s = engine_->place->add_usage({}, &usage); !s) return s;
-  const Result<int64_t> pages = engine_->place->pages_of(*slot);
-  if (!pages) return pages.status();
-  return *pages * usage.page_bytes + usage.slot_bytes;
+  return engine_->place->bytes_held(*slot);
 }
 
 Result<StoreUsage> KvStore::usage() {
@@ -148,9 +142,9 @@ Result<StoreUsage> KvStore::usage() {
   usage.sequences = engine_->sequences.open_count();
   const int64_t heads = engine_->config.layout.num_kv_heads;
   for (const store::LayerMove& move : layers) {
-    usage.sink_tokens += heads * store::sink_count(engine_->laws, move.from);
-    usage.body_tokens += heads * store::body_count(engine_->laws, move.from);
-    usage.ring_tokens += heads * store::ring_count(engine_->laws, move.from);
+    usage.sink_tokens += heads * store::sink_count(engine_->place->laws(), move.from);
+    usage.body_tokens += heads * store::body_count(engine_->place->laws(), move.from);
+    usage.ring_tokens += heads * store::ring_count(engine_->place->laws(), move.from);
   }
   const int64_t token_bytes = int64_t{4} * engine_->config.layout.head_dim;
   const int64_t raw = usage.sink_tokens + usage.ring_tokens;
@@ -181,7 +175,7 @@ Status KvStore::export_sequence(SequenceId sequence, const ExportTarget& target)
 Result<SequenceId> KvStore::import_sequence(const uint8_t* bytes, size_t size) {
   if (bytes == nullptr) return Status(StatusCode::kInvalidArgument, "bytes is null");
   const Result<store::SequenceParts> parts =
-      store::read_sequence(engine_->config, engine_->laws, engine_->identity, bytes, size);
+      store::read_sequence(engine_->config, engine_->place->laws(), engine_->identity, bytes, size);
   if (!parts) return parts.status();
   const Result<int32_t> slot = engine_->sequences.free_slot();
   if (!slot) return slot.status();

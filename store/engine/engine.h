@@ -14,23 +14,19 @@
 
 namespace tierkv::store {
 
-// What a KvStore is made of.
 class Engine {
  public:
-  Engine(const StoreConfig& of_config, const TokenLaws& of_laws, std::unique_ptr<Place> of_place)
+  Engine(const StoreConfig& of_config, std::unique_ptr<Place> of_place)
       : config(of_config),
-        laws(of_laws),
-        sequences(config, of_laws),
         place(std::move(of_place)),
+        sequences(config, place->laws()),
         identity(place->identity()) {}
   // The config is valid.
-  static std::unique_ptr<KvStore> make(const StoreConfig& config, const TokenLaws& laws,
-                                       std::unique_ptr<Place> place);
+  static std::unique_ptr<KvStore> make(const StoreConfig& config, std::unique_ptr<Place> place);
 
   StoreConfig config;
-  TokenLaws laws;
-  Sequences sequences;
   std::unique_ptr<Place> place;
+  Sequences sequences;
   std::vector<uint8_t> identity;
   LayerMoves moves;  // of the call under way
 };
@@ -39,9 +35,7 @@ class Engine {
 StoreConfig resolve(const StoreConfig& config);
 
 // What the config makes of the memory: kOutOfRange where it is too little.
-struct StoreLayout {
-  TokenLaws laws;
-  RawLayout raw;
+struct StoreLayout : RawRows {
   int64_t raw_bytes = 0;    // of a (sequence, layer): raw rows
   int64_t layer_bytes = 0;  // with the format's state
   int64_t slot_bytes = 0;   // of a sequence

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/engine/sequences.h"
 
+#include <algorithm>
+
 #include "codec/format/element.h"
 #include "codec/format/errors.h"
 
@@ -39,7 +41,7 @@ Result<int32_t> Sequences::free_slot() const {
 SequenceId Sequences::claim(int32_t slot) {
   entries_[slot].is_open = true;
   entries_[slot].tokens = 0;
-  for (int32_t l = 0; l < config_->layout.num_layers; ++l) layer(slot, l) = {};
+  std::fill_n(layers_.begin() + index_of(slot, 0), config_->layout.num_layers, LayerTokens{});
   ++open_;
   return {slot, entries_[slot].generation};
 }
@@ -198,7 +200,7 @@ Status Sequences::admit_truncate(SequenceId id, int32_t tokens, LayerMoves* move
 }
 
 void Sequences::commit(const LayerMoves& moves) {
-  for (const LayerMove& move : moves) layer(move.slot, move.layer) = move.to;
+  for (const LayerMove& move : moves) layers_[index_of(move.slot, move.layer)] = move.to;
 }
 
 void Sequences::promise(const LayerMoves& moves, int32_t tokens) {

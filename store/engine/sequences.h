@@ -58,12 +58,10 @@ class Sequences {
   Status require_complete(int32_t slot) const;
   // Slots of the list in `slots_`, none twice.
   Status find_slots(SequenceList list) const;
-  LayerTokens& layer(int32_t slot, int32_t l) {
-    return layers_[static_cast<size_t>(slot) * config_->layout.num_layers + l];
+  size_t index_of(int32_t slot, int32_t layer) const {
+    return static_cast<size_t>(slot) * config_->layout.num_layers + layer;
   }
-  const LayerTokens& layer(int32_t slot, int32_t l) const {
-    return layers_[static_cast<size_t>(slot) * config_->layout.num_layers + l];
-  }
+  LayerTokens layer(int32_t slot, int32_t l) const { return layers_[index_of(slot, l)]; }
 
   const StoreConfig* config_;
   TokenLaws laws_;

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a config must satisfy, and what follows from it.
+#include <algorithm>
+#include <functional>
+#include <ranges>
 #include <string>
 
+#include "codec/format/errors.h"
 #include "codec/policy/profile.h"
 #include "store/engine/engine.h"
 #include "store/rows/row_format.h"
@@ -14,39 +18,34 @@ using store::kMaxWindowTokens;
 
 Status check_range(const char* name, int64_t x, int64_t least, int64_t most) {
   if (x >= least && x <= most) return Status::ok();
-  return Status(StatusCode::kInvalidArgument, std::string(name) + ": " + std::to_string(x) +
-                                                  " is not " + std::to_string(least) + " to " +
-                                                  std::to_string(most));
+  return invalid(std::string(name) + ": " + std::to_string(x) + " is not " + std::to_string(least) +
+                 " to " + std::to_string(most));
 }
 
 Status check_layout(const CacheLayout& layout) {
   if (Status s = layout.validate(); !s) return s.with_context("layout");
-  if (layout.dtype == DType::kFloat32) {
-    return Status(StatusCode::kUnsupported, "layout.dtype: float32");
-  }
+  if (layout.dtype == DType::kFloat32) return unsupported("layout.dtype: float32");
   if (!is_known_head_dim(layout.head_dim)) {
-    return Status(StatusCode::kUnsupported, "layout.head_dim: " + std::to_string(layout.head_dim) +
-                                                "; a store needs 64, 96, 128 or 256");
+    return unsupported("layout.head_dim: " + std::to_string(layout.head_dim) +
+                       "; a store needs 64, 96, 128 or 256");
   }
   return Status::ok();
 }
 
 Status check_raw_layers(const StoreConfig& config) {
-  int32_t before = -1;
-  for (const int32_t layer : config.raw_layers) {
-    if (layer <= before || layer >= config.layout.num_layers) {
-      return Status(StatusCode::kInvalidArgument,
-                    "raw_layers: they must ascend and be below num_layers");
-    }
-    before = layer;
+  const std::vector<int32_t>& layers = config.raw_layers;
+  if (layers.empty()) return Status::ok();
+  const bool ascend = std::ranges::adjacent_find(layers, std::greater_equal()) == layers.end();
+  if (ascend && layers.front() >= 0 && layers.back() < config.layout.num_layers) {
+    return Status::ok();
   }
-  return Status::ok();
+  return invalid("raw_layers: they must ascend and be below num_layers");
 }
 
 Status check_rope(const StoreConfig& config) {
   const size_t count = config.rope.size();
   if (count > 1 && count != static_cast<size_t>(config.layout.num_layers)) {
-    return Status(StatusCode::kInvalidArgument, "rope: one of all layers, or num_layers");
+    return invalid("rope: one of all layers, or num_layers");
   }
   for (const Rope& rope : config.rope) {
     if (Status s = rope.validate(config.layout.head_dim); !s) return s.with_context("rope");
@@ -63,8 +62,7 @@ Status check_profile(const StoreConfig& config) {
     const Rope* known = profile.rope_of(l);
     const Rope& given = config.rope[config.rope.size() == 1 ? 0 : l];
     if (known != nullptr && *known != given) {
-      s = Status(StatusCode::kInvalidArgument,
-                 "its rotation of layer " + std::to_string(l) + " is not rope's");
+      s = invalid("its rotation of layer " + std::to_string(l) + " is not rope's");
     }
   }
   return s.with_context("profile");
@@ -81,9 +79,7 @@ Status StoreConfig::validate() const {
   if (Status s = check_range("max_tokens", max_tokens, 1, 1 << 24); !s) return s;
   if (Status s = check_range("memory_bytes", memory_bytes, 1, int64_t{1} << 46); !s) return s;
   if (Status s = check_range("page_bytes", page_bytes, 0, kMaxPageBytes); !s) return s;
-  if (page_bytes % kPageAlignment != 0) {
-    return Status(StatusCode::kInvalidArgument, "page_bytes: not a multiple of 128");
-  }
+  if (page_bytes % kPageAlignment != 0) return invalid("page_bytes: not a multiple of 128");
   if (Status s = check_raw_layers(*this); !s) return s;
   if (Status s = check_rope(*this); !s) return s;
   if (Status s = check_profile(*this); !s) return s;
@@ -105,16 +101,10 @@ Result<TokenCapacity> tokens_that_fit(const StoreConfig& config) {
     return needed * config.max_sequences <= pages;
   };
   const auto longest = [&](bool at_most) {
-    int32_t low = 0, high = config.max_tokens;
-    while (low < high) {
-      const int32_t middle = low + (high - low + 1) / 2;
-      if (fits(middle, at_most)) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return int64_t{low} * config.max_sequences;
+    const auto lengths = std::views::iota(1, config.max_tokens + 1);
+    const auto end = std::ranges::partition_point(
+        lengths, [&](int32_t tokens) { return fits(tokens, at_most); });
+    return int64_t{end - lengths.begin()} * config.max_sequences;
   };
   return TokenCapacity{longest(false), longest(true)};
 }

@@ -1,15 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the tokens of a row lie, as arithmetic that host and device share. All rows of a (sequence,
-// layer) are alike, so it is kept once for them:
-//
-//   [0, sinks)           sinks: raw, in order
-//   [sinks, body_end)    body: the row format's
-//   [body_end, tokens)   raw, in a ring: the window and what waits behind it
-//
-// body_end is a multiple of unit_tokens (or 0) and only truncate() moves it back, to a multiple of
-// cut_tokens. What leaves the window because of new tokens is compressed before these are written,
-// so the ring never holds more than window_tokens + unit_tokens - 1 tokens or, after a truncation,
-// cut_tokens - 1.
+// Where the tokens of a row lie, as arithmetic that host and device share. store/ENGINE.md, "Where
+// a token lies", has the laws. All rows of a (sequence, layer) are alike, so it is kept once for
+// them.
 #pragma once
 
 #include <cstdint>
@@ -79,6 +71,16 @@ TKV_HD constexpr int32_t ring_first(const TokenLaws& laws, LayerTokens at) {
 TKV_HD constexpr int32_t ring_count(const TokenLaws& laws, LayerTokens at) {
   return at.tokens - ring_first(laws, at);
 }
+// What of the positions of a range lies where; any may be empty.
+struct RangeParts {
+  Positions sinks, body, ring;
+};
+TKV_HD constexpr RangeParts parts_of(const TokenLaws& laws, LayerTokens at, Positions range) {
+  const int32_t sinks = sink_count(laws, at);
+  return {{range.first, least(range.end, sinks)},
+          {most(range.first, sinks), least(range.end, at.body_end)},
+          {most(range.first, ring_first(laws, at)), range.end}};
+}
 // What the ring holds at most, and how many of that and of `added` tokens leave when these come.
 TKV_HD constexpr int32_t most_in_ring(const TokenLaws& laws) {
   return most(laws.window_tokens + laws.unit_tokens, laws.cut_tokens) - 1;
@@ -93,19 +95,19 @@ TKV_HD constexpr int32_t body_count(const TokenLaws& laws, LayerTokens at) {
 
 // Counts of queries and tokens stay below, so that hostile bytes lead to no overflow.
 inline constexpr int32_t kMostCounted = 1 << 30;
+inline constexpr float kMostSum = 3.402823466e38f;
 
 // What is known of a raw token's importance. count: queries that were counted, `sum` the sum of
 // their probabilities. kDecided: the format has decided before; `sum` is what it keeps, as bits.
-// kPruned: likewise, and it dropped the token: nobody sees it.
 struct alignas(8) RawScore {
-  static constexpr int32_t kDecided = -1, kPruned = -2;
+  static constexpr int32_t kDecided = -1;
   float sum = 0;
   int32_t count = 0;
 };
 
 // Whether an encoder writes such a score.
-TKV_HD bool is_possible(RawScore score, bool can_prune) {
-  if (score.count < 0) return score.count >= (can_prune ? RawScore::kPruned : RawScore::kDecided);
+TKV_HD bool is_possible(RawScore score) {
+  if (score.count < 0) return score.count == RawScore::kDecided;
   return score.count <= kMostCounted && is_finite(score.sum) && score.sum >= 0;
 }
 
@@ -139,7 +141,6 @@ struct RawLayout {
         scores(value_sinks + laws.sink_tokens * dim * 2),
         row_bytes(static_cast<int32_t>(round_up(scores + 8 * laws.ring_tokens, 128))) {}
 
-  // Byte of an element of the token at a position of the ring.
   TKV_HD constexpr int32_t ring_byte(Component c, int32_t position, int32_t dim) const {
     return (c == Component::kKey ? 0 : value_ring) +
            raw_tile_byte(head_dim, c, position % ring_tokens, dim);
@@ -150,6 +151,11 @@ struct RawLayout {
   TKV_HD constexpr int32_t score_byte(int32_t position) const {
     return scores + position % ring_tokens * 8;
   }
+};
+
+struct RawRows {
+  TokenLaws laws;
+  RawLayout raw;
 };
 
 }  // namespace tierkv::store

@@ -113,11 +113,11 @@ void HostPlace::count_query(const LayerMove& move, int32_t kv_head, int32_t posi
                             const std::vector<float>& probabilities) {
   uint8_t* row = raw_row(move, kv_head);
   for (int32_t p = ring_first(layout_.laws, move.from); p < position; ++p) {
-    RawScore score = read_score(raw_, row, p);
+    RawScore score = read_score(layout_, row, p);
     if (score.count < 0) continue;
-    score.sum += probabilities[p];
-    ++score.count;
-    write_score(raw_, row, p, score);
+    score.sum = std::fmin(score.sum + probabilities[p], kMostSum);
+    score.count = least(score.count + 1, kMostCounted);
+    write_score(layout_, row, p, score);
   }
 }
 

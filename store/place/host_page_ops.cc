@@ -124,9 +124,9 @@ void HostPlace::restore(const LayerMove& move) const {
         const float* x = (c == Component::kKey ? k : v).data() + int64_t{p - first} * dim;
         std::transform(x, x + dim, token.begin(),
                        [](float value) { return float_to_half(saturate_to_half_range(value)); });
-        write_raw(raw_, raw_row(move, h), c, p, token.data());
+        write_raw(layout_, raw_row(move, h), c, p, token.data());
       }
-      write_score(raw_, raw_row(move, h), p, scores[p - first]);
+      write_score(layout_, raw_row(move, h), p, scores[p - first]);
     }
   }
 }
@@ -161,15 +161,13 @@ Status HostPlace::truncate(const LayerMoves& layers) {
   return Status::ok();
 }
 
-Result<int64_t> HostPlace::pages_of(int32_t slot) const {
-  const PageTableShape& table = pages_.allocator.shape.table;
+Result<int64_t> HostPlace::bytes_held(int32_t slot) const {
+  const int64_t rows = pages_.allocator.shape.table.rows_per_sequence;
   int64_t pages = 0;
-  for (int64_t r = 0; r < table.rows_per_sequence; ++r) {
-    for (const int32_t n : pages_.allocator.pages[int64_t{slot} * table.rows_per_sequence + r].of) {
-      pages += n;
-    }
+  for (int64_t r = slot * rows; r < (slot + 1) * rows; ++r) {
+    for (const int32_t of_side : pages_.allocator.pages[r].of) pages += of_side;
   }
-  return pages;
+  return pages * layout_.page_bytes + layout_.slot_bytes;
 }
 
 }  // namespace tierkv::store

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/place/host_place.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -12,15 +10,6 @@
 #include "codec/format/element.h"
 
 namespace tierkv::store {
-
-// Nothing is taken before it is touched.
-HostPlace::Memory HostPlace::map_zeros(int64_t bytes) {
-  const auto size = static_cast<size_t>(bytes);
-  void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                 -1, 0);
-  if (p == MAP_FAILED) return nullptr;
-  return Memory(p, [size](void* memory) { munmap(memory, size); });
-}
 
 HostPlace::Memory HostPlace::allocate(size_t alignment, int64_t bytes) {
   const auto size = static_cast<size_t>(round_up(bytes, static_cast<int64_t>(alignment)));
@@ -46,7 +35,6 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
                        std::unique_ptr<RowFormat> format, uint8_t* pages) {
   config_ = config;
   layout_ = layout;
-  raw_ = {layout.laws, layout.raw, config.layout.num_kv_heads};
   if (allocator_memory_ == nullptr || pages == nullptr || slot_memory_ == nullptr) {
     return Status(StatusCode::kOutOfMemory,
                   "no host memory for memory_bytes: " + std::to_string(config.memory_bytes));
@@ -60,35 +48,26 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
   return Status::ok();
 }
 
-// The allocator's state is zeros, except what one sequence needs.
 Result<std::unique_ptr<HostPlace>> HostPlace::make_mirror(const StoreConfig& config,
                                                           const StoreLayout& layout,
                                                           std::unique_ptr<RowFormat> format,
                                                           const Memory& slot, uint8_t* pages) {
   StoreConfig one = config;
   StoreLayout of_one = layout;
-  one.max_sequences = of_one.allocator.table.num_sequences = 1;
+  one.max_sequences = of_one.allocator.table.num_sequences = of_one.allocator.num_pages = 1;
   of_one.layer_bytes -= of_one.raw_bytes;
   of_one.slot_bytes = of_one.layer_bytes * config.layout.num_layers;
   of_one.raw_bytes = 0;
   auto place = std::make_unique<HostPlace>();
-  place->allocator_memory_ =
-      map_zeros(static_cast<int64_t>(allocator_bytes(of_one.allocator).total));
+  const auto bytes = static_cast<int64_t>(allocator_bytes(of_one.allocator).total);
+  place->allocator_memory_ = allocate(kAllocatorAlignment, bytes);
   place->slot_memory_ = slot;
   if (Status s = place->bind(one, of_one, std::move(format), pages); !s) return s;
-  place->clear();
   return place;
 }
 
-void HostPlace::clear() {
-  const PageAllocator& a = pages_.allocator;
-  const int64_t rows = a.shape.table.num_rows();
-  std::fill(a.slots, a.slots + rows * a.shape.table.row_stride(), kNoPage);
-  std::fill(a.tokens, a.tokens + rows, SideCounts{});
-  std::fill(a.pages, a.pages + rows, SideCounts{});
-  a.sequences[0] = {};
-  *a.ring.cursors = {0, 0};
-  *a.state = {kNoError, 1, 0, 0};
+Status HostPlace::clear() {
+  return initialize_host(pages_.allocator);
 }
 
 uint8_t* HostPlace::slot_bytes(int32_t slot) const {
@@ -101,7 +80,7 @@ HostLayer HostPlace::layer_of(const LayerMove& move) const {
 }
 
 uint8_t* HostPlace::raw_row(const LayerMove& move, int32_t kv_head) const {
-  return layer_of(move).raw + int64_t{kv_head} * raw_.layout.row_bytes;
+  return layer_of(move).raw + int64_t{kv_head} * layout_.raw.row_bytes;
 }
 
 Status HostPlace::open(int32_t slot) {
@@ -121,25 +100,30 @@ Status HostPlace::note_replay(const LayerMoves&, int32_t) {
 }
 
 Status HostPlace::compress(const LayerMoves& moves, int32_t /*tokens*/) {
+  return compress_works(moves, {});
+}
+
+Status HostPlace::compress_works(const LayerMoves& moves, const std::vector<Chunk>& chunks) {
   std::vector<RawTokens> tokens;
   tokens.reserve(moves.size());
   std::vector<BodyWork> works;
-  for (const LayerMove& move : moves) {
-    if (!move.moves_body()) continue;
-    const HostLayer layer = layer_of(move);
-    tokens.emplace_back(raw_, layer.raw, move.from, nullptr);
-    works.push_back({layer, move.to.body_end, &tokens.back()});
+  std::vector<HostLayer> layers;
+  for (size_t i = 0; i < moves.size(); ++i) {
+    if (!moves[i].moves_body()) continue;
+    const HostLayer& layer = layers.emplace_back(layer_of(moves[i]));
+    tokens.emplace_back(layout_, layer.raw, moves[i].from, chunks.empty() ? nullptr : &chunks[i]);
+    works.push_back({layer, moves[i].to.body_end, &tokens.back()});
   }
-  return works.empty() ? Status::ok() : compress_works(works);
-}
-
-Status HostPlace::compress_works(const std::vector<BodyWork>& works) {
+  if (works.empty()) return Status::ok();
   Result<std::unique_ptr<BodyPlan>> plan = format_->plan(works);
   if (!plan) return plan.status();
-  std::vector<HostLayer> layers;
-  for (const BodyWork& work : works) layers.push_back(work.layer);
   if (Status s = take_pages(layers, (*plan)->layers); !s) return s;
-  format_->write(layers, **plan);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    for (const PageRange& range : format_->place(layers[i], **plan, i)) {
+      std::copy_n(range.from, range.bytes, range.to);
+    }
+  }
+  format_->finish(**plan);
   return Status::ok();
 }
 
@@ -147,30 +131,16 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
   const CacheLayout& shape = config_.layout;
   const int64_t per_sequence = int64_t{call.tokens} * shape.num_kv_heads * shape.head_dim;
   std::vector<Chunk> chunks;
-  std::vector<RawTokens> tokens;
-  std::vector<BodyWork> works;
-  chunks.reserve(moves.size());
-  tokens.reserve(moves.size());
   for (size_t i = 0; i < moves.size(); ++i) {
-    Chunk chunk = {static_cast<const uint16_t*>(call.k) + i * per_sequence,
-                   static_cast<const uint16_t*>(call.v) + i * per_sequence,
-                   nullptr,
-                   call.stride,
-                   shape.dtype,
-                   moves[i].from.tokens,
-                   call.tokens,
-                   shape.num_kv_heads};
+    Chunk& chunk = chunks.emplace_back(
+        Chunk{static_cast<const uint16_t*>(call.k) + i * per_sequence,
+              static_cast<const uint16_t*>(call.v) + i * per_sequence, nullptr, call.stride,
+              shape.dtype, moves[i].from.tokens, call.tokens, shape.num_kv_heads});
     if (call.significance != nullptr) {
       chunk.significance = call.significance + i * shape.num_kv_heads * call.stride;
     }
     if (Status s = check_chunk(chunk, shape.head_dim); !s) {
       return s.with_context("sequence " + std::to_string(moves[i].slot));
-    }
-    chunks.push_back(chunk);
-    const HostLayer layer = layer_of(moves[i]);
-    tokens.emplace_back(raw_, layer.raw, moves[i].from, &chunks.back());
-    if (moves[i].to.body_end > moves[i].from.body_end) {
-      works.push_back({layer, moves[i].to.body_end, &tokens.back()});
     }
   }
   std::vector<float> found;
@@ -181,38 +151,30 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
       chunks[i].stride = call.tokens;
     }
   }
-  if (!works.empty()) {
-    if (Status s = compress_works(works); !s) return s;
-  }
+  if (Status s = compress_works(moves, chunks); !s) return s;
   for (size_t i = 0; i < moves.size(); ++i) {
-    write_chunk(raw_, layer_of(moves[i]).raw, chunks[i], moves[i].to);
+    write_chunk(layout_, layer_of(moves[i]).raw, chunks[i], moves[i].to);
   }
   return Status::ok();
 }
 
 void HostPlace::read_row(const LayerMove& move, int32_t kv_head, Positions range, float* k,
                          float* v, uint8_t* pruned) const {
-  const int32_t first = range.first, end = range.end, dim = config_.layout.head_dim;
+  const int64_t dim = config_.layout.head_dim;
   const HostLayer layer = layer_of(move);
-  const RawTokens raw(raw_, layer.raw, move.from, nullptr);
-  const int32_t body_first = std::max(first, sink_count(layout_.laws, move.from));
-  const int32_t body_end = std::min(end, move.from.body_end);
-  if (pruned != nullptr) std::fill(pruned, pruned + (end - first), uint8_t{0});
-  for (int32_t p = first; p < end;) {
-    const int64_t at = int64_t{p - first} * dim;
-    if (p == body_first && p < body_end) {
-      format_->read(layer, kv_head, p, body_end, k + at, v + at,
-                    pruned == nullptr ? nullptr : pruned + (p - first));
-      p = body_end;
-      continue;
-    }
-    raw.read(Component::kKey, kv_head, p, 1, k + at);
-    raw.read(Component::kValue, kv_head, p, 1, v + at);
-    if (pruned != nullptr) {
-      pruned[p - first] = raw.importance(kv_head, p).kind == ImportanceKind::kPruned;
-    }
-    ++p;
+  const RawTokens raw(layout_, layer.raw, move.from, nullptr);
+  const auto [sinks, body, ring] = parts_of(layout_.laws, move.from, range);
+  for (const Positions& part : {sinks, ring}) {
+    if (part.count() <= 0) continue;
+    const int64_t at = (part.first - range.first) * dim;
+    raw.read(Component::kKey, kv_head, part.first, part.count(), k + at);
+    raw.read(Component::kValue, kv_head, part.first, part.count(), v + at);
   }
+  if (pruned != nullptr) std::fill(pruned, pruned + range.count(), uint8_t{0});
+  if (body.count() <= 0) return;
+  const int32_t at = body.first - range.first;
+  format_->read(layer, kv_head, body.first, body.end, k + at * dim, v + at * dim,
+                pruned == nullptr ? nullptr : pruned + at);
 }
 
 Status HostPlace::decode(const LayerRange& range, const LayerMove& move) {

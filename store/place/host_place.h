@@ -23,14 +23,15 @@ class HostPlace final : public Place {
   using Memory = std::shared_ptr<void>;
   // A place of one sequence for a store elsewhere, whose layout is given and whose pages begin at
   // `pages`: it has the sequence's table rows and states, and knows where bytes lie that it never
-  // touches. `slot`: the states of all layers. It has no free pages.
+  // touches: it runs no page operation. `slot`: the states of all layers.
   static Result<std::unique_ptr<HostPlace>> make_mirror(const StoreConfig& config,
                                                         const StoreLayout& layout,
                                                         std::unique_ptr<RowFormat> format,
                                                         const Memory& slot, uint8_t* pages);
-  // For a mirror: empties its tables.
-  void clear();
+  // For a mirror, before its first use too: empties its tables.
+  Status clear();
 
+  const TokenLaws& laws() const override { return layout_.laws; }
   Status open(int32_t slot) override;
   Status release(int32_t slot) override;
   Status compress(const LayerMoves& moves, int32_t tokens) override;
@@ -42,7 +43,7 @@ class HostPlace final : public Place {
   Status note_replay(const LayerMoves& moves, int32_t tokens) override;
   Status take_status() override { return Status::ok(); }
   Status add_usage(const LayerMoves& layers, StoreUsage* usage) const override;
-  Result<int64_t> pages_of(int32_t slot) const override;
+  Result<int64_t> bytes_held(int32_t slot) const override;
   Shortage shortage() const override { return shortage_; }
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
@@ -59,13 +60,10 @@ class HostPlace final : public Place {
   const PagesView& pages() const { return pages_; }
   uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror
   RowFormat* format() const { return format_.get(); }
-  const TokenLaws& laws() const { return layout_.laws; }
   HostLayer layer_of(const LayerMove& move) const;
 
  private:
   static Memory allocate(size_t alignment, int64_t bytes);
-  static Memory map_zeros(int64_t bytes);
-  // Lays the place over its memory.
   Status bind(const StoreConfig& config, const StoreLayout& layout,
               std::unique_ptr<RowFormat> format, uint8_t* pages);
 
@@ -75,8 +73,8 @@ class HostPlace final : public Place {
   // (may be null).
   void read_row(const LayerMove& move, int32_t kv_head, Positions range, float* k, float* v,
                 uint8_t* pruned) const;
-  // Plans, takes the pages and writes; all or nothing.
-  Status compress_works(const std::vector<BodyWork>& works);
+  // Plans, takes the pages and writes; all or nothing. chunks: of the moves, or empty.
+  Status compress_works(const LayerMoves& moves, const std::vector<Chunk>& chunks);
   // Pages for these plans, one for each layer. kOutOfPages; kOutOfRange beyond a table.
   Status take_pages(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>& plans);
   Status require_pages(int64_t needed);
@@ -93,13 +91,12 @@ class HostPlace final : public Place {
                    const std::vector<float>& probabilities);
   int64_t raw_part_bytes(LayerTokens at) const;
   void export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const;
-  ImportFault import_raw(const LayerMove& move, int32_t kv_head,
-                         std::span<const uint8_t> raw) const;
+  // An import_fault(), or kNoImportFault.
+  int32_t import_raw(const LayerMove& move, int32_t kv_head, std::span<const uint8_t> raw) const;
   Status import_opened(int32_t slot, const SequenceParts& parts);
 
   StoreConfig config_;
   StoreLayout layout_;
-  RawRows raw_;
   std::unique_ptr<RowFormat> format_;
   Memory allocator_memory_, page_memory_, slot_memory_;
   PagesView pages_;

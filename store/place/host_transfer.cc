@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sequences of a store in host memory as parts, and back.
-//
-// The raw part of a row is, little-endian, for each raw token in order of positions (sinks, then
-// the ring) its key and its value as fp16; then for each token of the ring sum (u32) and count
-// (i32) of its RawScore.
+// Sequences of a store in host memory as parts, and back. store/ENGINE.md, kStoreRow, has the bytes
+// of a raw part.
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
-#include <variant>
 
 #include "codec/file/container_format.h"
 #include "codec/format/sound_halves.h"
@@ -37,26 +33,32 @@ bool copy_ranges(const PageRanges& ranges) {
   return true;
 }
 
-ImportFault first_fault(ImportFault a, ImportFault b) {
-  if (a == ImportFault::kNone || b == ImportFault::kNone) return std::max(a, b);
-  return std::min(a, b);
+// each(component, position) of raw tokens, in the order of a raw part.
+template <class Each>
+void for_raw(const TokenLaws& laws, LayerTokens at, const Each& each) {
+  const int32_t sinks = sink_count(laws, at), first = ring_first(laws, at);
+  for (int32_t i = 0; i < sinks + ring_count(laws, at); ++i) {
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      each(c, i < sinks ? i : first + i - sinks);
+    }
+  }
+}
+
+// How many threads the tokens of all rows are worth.
+int32_t threads_of(const CacheLayout& layout, const LayerTokens& at) {
+  const int64_t rows = int64_t{layout.num_layers} * layout.num_kv_heads;
+  return threads_for(rows * at.tokens * layout.head_dim);
 }
 
 }  // namespace
 
-bool can_prune(const StoreConfig& config) {
-  const auto* tiers = std::get_if<TiersFormat>(&config.format);
-  return tiers != nullptr && std::any_of(tiers->classes.begin(), tiers->classes.end(),
-                                         [](const TierClass& c) { return c.alpha_low > 0; });
-}
-
-Status import_status(ImportFault fault, int32_t layer) {
-  if (fault == ImportFault::kNone) return Status::ok();
-  const char* const what = fault == ImportFault::kRawValue ? "raw tokens: a value is not finite"
-                           : fault == ImportFault::kRawScore
-                               ? "raw tokens: a score is impossible"
-                               : "body: a number is none that an encoder writes";
-  return Status(StatusCode::kCorrupt, what).with_context("layer " + std::to_string(layer));
+Status import_status(int32_t fault) {
+  constexpr const char* kWhat[kImportFaults] = {"raw tokens: a value is not finite",
+                                                "raw tokens: a score is impossible",
+                                                "body: a number is none that an encoder writes"};
+  if (fault == kNoImportFault) return Status::ok();
+  return Status(StatusCode::kCorrupt, kWhat[fault % kImportFaults])
+      .with_context("layer " + std::to_string(fault / kImportFaults));
 }
 
 int64_t HostPlace::raw_part_bytes(LayerTokens at) const {
@@ -67,58 +69,38 @@ int64_t HostPlace::raw_part_bytes(LayerTokens at) const {
 
 void HostPlace::export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const {
   const uint8_t* row = raw_row(move, kv_head);
-  const int32_t sinks = sink_count(layout_.laws, move.from), dim = config_.layout.head_dim;
-  const int32_t first = ring_first(layout_.laws, move.from);
-  uint16_t token[kMaxHeadDim];
-  for (int32_t i = 0; i < sinks + ring_count(layout_.laws, move.from); ++i) {
-    const int32_t p = i < sinks ? i : first + i - sinks;
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      read_raw(raw_, row, c, p, token);
-      std::memcpy(to, token, dim * sizeof(uint16_t));
-      to += dim * sizeof(uint16_t);
-    }
-  }
-  for (int32_t p = first; p < move.from.tokens; ++p, to += sizeof(RawScore)) {
-    const RawScore score = read_score(raw_, row, p);
+  for_raw(layout_.laws, move.from, [&](Component c, int32_t p) {
+    read_raw(layout_, row, c, p, to);
+    to += 2 * config_.layout.head_dim;
+  });
+  for (int32_t p = ring_first(layout_.laws, move.from); p < move.from.tokens; ++p) {
+    const RawScore score = read_score(layout_, row, p);
     std::memcpy(to, &score, sizeof(score));
+    to += sizeof(score);
   }
 }
 
-ImportFault HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
-                                  std::span<const uint8_t> raw) const {
+int32_t HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
+                              std::span<const uint8_t> raw) const {
   uint8_t* row = raw_row(move, kv_head);
   const uint8_t* from = raw.data();
-  const int32_t sinks = sink_count(layout_.laws, move.from), dim = config_.layout.head_dim;
-  const int32_t first = ring_first(layout_.laws, move.from);
-  uint16_t token[kMaxHeadDim];
-  for (int32_t i = 0; i < sinks + ring_count(layout_.laws, move.from); ++i) {
-    const int32_t p = i < sinks ? i : first + i - sinks;
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      const auto bytes = static_cast<int64_t>(dim * sizeof(uint16_t));
-      if (!are_finite(from, bytes)) return ImportFault::kRawValue;
-      std::memcpy(token, from, dim * sizeof(uint16_t));
-      from += bytes;
-      write_raw(raw_, row, c, p, token);
-    }
-  }
-  for (int32_t p = first; p < move.from.tokens; ++p, from += sizeof(RawScore)) {
+  const int64_t bytes = int64_t{2} * config_.layout.head_dim;
+  bool all_finite = true;
+  for_raw(layout_.laws, move.from, [&](Component c, int32_t p) {
+    all_finite &= are_finite(from, bytes);
+    write_raw(layout_, row, c, p, from);
+    from += bytes;
+  });
+  if (!all_finite) return import_fault(move.layer, ImportFault::kRawValue);
+  for (int32_t p = ring_first(layout_.laws, move.from); p < move.from.tokens; ++p) {
     RawScore score;
     std::memcpy(&score, from, sizeof(score));
-    if (!is_possible(score, can_prune(config_))) return ImportFault::kRawScore;
-    write_score(raw_, row, p, score);
+    if (!is_possible(score)) return import_fault(move.layer, ImportFault::kRawScore);
+    write_score(layout_, row, p, score);
+    from += sizeof(score);
   }
-  return ImportFault::kNone;
+  return kNoImportFault;
 }
-
-namespace {
-
-// How many threads the tokens of all rows are worth.
-int32_t threads_of(const CacheLayout& layout, const LayerTokens& at) {
-  const int64_t rows = int64_t{layout.num_layers} * layout.num_kv_heads;
-  return threads_for(rows * at.tokens * layout.head_dim);
-}
-
-}  // namespace
 
 SequenceSource HostPlace::describe(const LayerMoves& layers) const {
   SequenceSource source;
@@ -194,57 +176,47 @@ Result<std::vector<HostPlace::LayerImport>> HostPlace::plan_imports(int32_t slot
 
 Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
   Status s = without_bad_alloc([&] { return import_opened(slot, parts); });
-  if (!s) (void)release(slot);
-  return s;
+  if (s) return s;
+  (void)release(slot);
+  return parts.why_failed(s);
 }
 
 // A thread takes a layer at a time. Bytes are verified when they are copied, so they come out of
 // memory once.
 Status HostPlace::import_opened(int32_t slot, const SequenceParts& parts) {
   const int32_t heads = config_.layout.num_kv_heads;
-  const auto verify = [&](int64_t first, int64_t count) {
-    return parts.verify ? parts.verify(first, count) : Status::ok();
-  };
   OpReport report;
   if (Status s = run(PageOp::open({&slot, 1}, &report)); !s) return s;
   const Result<std::vector<LayerImport>> imports = plan_imports(slot, parts, false);
+  if (!imports) return imports.status();
+  std::vector<HostLayer> layers;
+  std::vector<LayerPlan> plans;
+  for (const LayerImport& import : *imports) {
+    layers.push_back(import.layer);
+    plans.push_back(import.plan->layers[0]);
+  }
+  if (Status s = take_pages(layers, plans); !s) return s;
   const auto bring = [&](int64_t l) {
-    const HostLayer& layer = (*imports)[l].layer;
-    if (Status s = verify(l * heads, heads); !s) return s;
+    const HostLayer& layer = layers[l];
+    if (Status s = parts.check(l * heads, heads); !s) return s;
     std::memset(layer.raw, 0, static_cast<size_t>(layout_.raw_bytes));
     const LayerMove move = {slot, layer.layer, parts.layers[l], {}};
-    ImportFault fault = ImportFault::kNone;
+    int32_t fault = kNoImportFault;
     for (int32_t h = 0; h < heads; ++h) {
-      fault = first_fault(fault, import_raw(move, h, parts.raw[l * heads + h]));
+      fault = least(fault, import_raw(move, h, parts.raw[l * heads + h]));
     }
-    if (fault == ImportFault::kNone &&
-        !copy_ranges(format_->place_import(layer, *(*imports)[l].plan))) {
-      fault = ImportFault::kBody;
+    if (fault == kNoImportFault && !copy_ranges(format_->place(layer, *(*imports)[l].plan, 0))) {
+      fault = import_fault(layer.layer, ImportFault::kBody);
     }
-    if (fault != ImportFault::kNone) return import_status(fault, layer.layer);
+    if (fault != kNoImportFault) return import_status(fault);
     format_->clear_behind(layer);
     return Status::ok();
   };
-  Status s = imports.status();
-  if (s) {
-    std::vector<HostLayer> layers;
-    std::vector<LayerPlan> plans;
-    for (const LayerImport& import : *imports) {
-      layers.push_back(import.layer);
-      plans.push_back(import.plan->layers[0]);
-    }
-    s = take_pages(layers, plans);
-  }
-  if (s) {
-    s = try_parallel_for(config_.layout.num_layers, threads_of(config_.layout, parts.layers[0]),
-                         bring);
-  }
-  if (!s) {
-    const Status sound = verify(0, int64_t{config_.layout.num_layers} * heads);
-    return sound ? s : sound;
-  }
+  Status s = try_parallel_for(config_.layout.num_layers,
+                              threads_of(config_.layout, parts.layers[0]), bring);
+  if (!s) return s;
   // What serves all sequences must not change for one that is refused.
-  for (const LayerImport& import : *imports) format_->finish_import(*import.plan);
+  for (const LayerImport& import : *imports) format_->finish(*import.plan);
   return s;
 }
 

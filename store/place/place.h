@@ -58,6 +58,17 @@ inline SignificanceCall chunk_queries(const CacheLayout& layout, const LayerAppe
   return p;
 }
 
+// What call() returns; kOutOfMemory where it throws std::bad_alloc, so that its caller can give
+// back what it has taken.
+template <class Call>
+Status without_bad_alloc(const Call& call) {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "no host memory");
+  }
+}
+
 // What the chunks of a sequence hold that comes in (store/transfer/sequence_chunks.h); the bytes
 // are the caller's.
 struct SequenceParts {
@@ -72,34 +83,30 @@ struct SequenceParts {
   // rows, or compares them itself, before it says that an import has succeeded, or failed for
   // another reason. Any number of threads at once.
   std::function<Status(int64_t first, int64_t count)> verify;
-};
 
-// Whether tokens may be RawScore::kPruned.
-bool can_prune(const StoreConfig& config);
+  Status check(int64_t first, int64_t count) const {
+    return verify ? verify(first, count) : Status::ok();
+  }
+  // Why an import failed: a wrong checksum, else what was found.
+  Status why_failed(const Status& found) const {
+    const Status sound =
+        without_bad_alloc([&] { return check(0, static_cast<int64_t>(raw.size())); });
+    return sound ? found : sound;
+  }
+};
 
 // What is wrong with the numbers of a sequence that comes in. The least kind of the first layer
 // that has any is reported, whichever heads have it.
-enum class ImportFault : int32_t { kNone, kRawValue, kRawScore, kBody };
+enum class ImportFault : int32_t { kRawValue, kRawScore, kBody };
 // Both as one number, the least of which counts.
 inline constexpr int32_t kNoImportFault = 0x7f7f7f7f;
-inline constexpr int32_t kImportFaults = 4;  // kinds
+inline constexpr int32_t kImportFaults = 3;  // kinds
 TKV_HD constexpr int32_t import_fault(int32_t layer, ImportFault fault) {
   return layer * kImportFaults + static_cast<int32_t>(fault);
 }
-Status import_status(ImportFault fault, int32_t layer);
+Status import_status(int32_t fault);
 
-// What call() returns; kOutOfMemory where it throws std::bad_alloc, so that its caller can give
-// back what it has taken.
-template <class Call>
-Status without_bad_alloc(const Call& call) {
-  try {
-    return call();
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kOutOfMemory, "no host memory");
-  }
-}
-
-// The same of a sequence that leaves. Valid until the next call of the place.
+// What a sequence that leaves has. Valid until the next call of the place.
 struct SequenceSource {
   std::vector<LayerTokens> layers;
   std::vector<std::vector<uint8_t>> shared;
@@ -113,6 +120,8 @@ struct SequenceSource {
 class Place {
  public:
   virtual ~Place() = default;
+
+  virtual const TokenLaws& laws() const = 0;
 
   virtual Status open(int32_t slot) = 0;
   virtual Status release(int32_t slot) = 0;
@@ -138,8 +147,8 @@ class Place {
 
   // What is in use by sequences; `layers` are those of all open ones.
   virtual Status add_usage(const LayerMoves& layers, StoreUsage* usage) const = 0;
-  // Pages of a sequence.
-  virtual Result<int64_t> pages_of(int32_t slot) const = 0;
+  // Of a sequence: its pages and its slot.
+  virtual Result<int64_t> bytes_held(int32_t slot) const = 0;
   virtual Shortage shortage() const = 0;
 
   virtual std::vector<uint8_t> identity() const = 0;

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/place/raw_tokens.h"
 
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <string>
 
 #include "codec/format/element.h"
@@ -29,7 +27,7 @@ void to_half(DType dtype, const uint16_t* from, int32_t count, uint16_t* to) {
 // each(dim, its byte in the row). Dim blocks are alike, so places are found for one of them.
 template <class Each>
 void for_elements(const RawRows& rows, Component c, int32_t position, const Each& each) {
-  const RawLayout& layout = rows.layout;
+  const RawLayout& layout = rows.raw;
   const auto byte_of = [&](int32_t dim) {
     return position < rows.laws.sink_tokens ? layout.sink_byte(c, position, dim)
                                             : layout.ring_byte(c, position, dim);
@@ -75,41 +73,36 @@ Status check_chunk(const Chunk& chunk, int32_t head_dim) {
 }
 
 void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position,
-               const uint16_t* token) {
+               const void* token) {
   for_elements(rows, c, position, [&](int32_t dim, int32_t byte) {
-    std::memcpy(row + byte, token + dim, sizeof(uint16_t));
+    std::memcpy(row + byte, static_cast<const uint8_t*>(token) + 2 * dim, 2);
   });
 }
 
-void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position,
-              uint16_t* token) {
+void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position, void* token) {
   for_elements(rows, c, position, [&](int32_t dim, int32_t byte) {
-    std::memcpy(token + dim, row + byte, sizeof(uint16_t));
+    std::memcpy(static_cast<uint8_t*>(token) + 2 * dim, row + byte, 2);
   });
 }
 
 void write_score(const RawRows& rows, uint8_t* row, int32_t position, RawScore score) {
   if (position < rows.laws.sink_tokens) return;
-  if (score.count >= 0) {  // otherwise the sum is bits
-    score.sum = std::fmin(score.sum, std::numeric_limits<float>::max());
-    score.count = least(score.count, kMostCounted);
-  }
-  std::memcpy(row + rows.layout.score_byte(position), &score, sizeof(score));
+  std::memcpy(row + rows.raw.score_byte(position), &score, sizeof(score));
 }
 
 RawScore read_score(const RawRows& rows, const uint8_t* row, int32_t position) {
   RawScore score;
   if (position < rows.laws.sink_tokens) return score;
-  std::memcpy(&score, row + rows.layout.score_byte(position), sizeof(score));
+  std::memcpy(&score, row + rows.raw.score_byte(position), sizeof(score));
   return score;
 }
 
 void RawTokens::read(Component c, int32_t kv_head, int32_t first, int32_t count, float* out) const {
-  const int32_t dim = rows_->layout.head_dim;
+  const int32_t dim = rows_->raw.head_dim;
   uint16_t token[kMaxHeadDim];
   for (int32_t p = first; p < first + count; ++p) {
     if (p < at_.tokens) {
-      read_raw(*rows_, raw_ + int64_t{kv_head} * rows_->layout.row_bytes, c, p, token);
+      read_raw(*rows_, raw_ + int64_t{kv_head} * rows_->raw.row_bytes, c, p, token);
     } else {
       to_half(chunk_->dtype, chunk_token(*chunk_, c, kv_head, p, dim), dim, token);
     }
@@ -124,26 +117,25 @@ Importance RawTokens::importance(int32_t kv_head, int32_t position) const {
     return chunk_importance(chunk_->first, chunk_->significance[i]);
   }
   return ring_importance(
-      read_score(*rows_, raw_ + int64_t{kv_head} * rows_->layout.row_bytes, position));
+      read_score(*rows_, raw_ + int64_t{kv_head} * rows_->raw.row_bytes, position));
 }
 
 // A token that stays raw has been seen by those of the chunk behind it.
 void write_chunk(const RawRows& rows, uint8_t* raw, const Chunk& chunk, LayerTokens to) {
   uint16_t token[kMaxHeadDim];
-  const int32_t dim = rows.layout.head_dim, first_in_ring = ring_first(rows.laws, to);
+  const int32_t dim = rows.raw.head_dim, first_in_ring = ring_first(rows.laws, to);
   for (int32_t p = chunk.first; p < to.tokens; ++p) {
     if (p >= rows.laws.sink_tokens && p < first_in_ring) continue;
     for (int32_t h = 0; h < chunk.num_kv_heads; ++h) {
-      uint8_t* row = raw + int64_t{h} * rows.layout.row_bytes;
+      uint8_t* row = raw + int64_t{h} * rows.raw.row_bytes;
       for (const Component c : {Component::kKey, Component::kValue}) {
         to_half(chunk.dtype, chunk_token(chunk, c, h, p, dim), dim, token);
         write_raw(rows, row, c, p, token);
       }
       RawScore score;
       if (chunk.significance != nullptr) {
-        score.count = to.tokens - 1 - p;
-        score.sum = chunk.significance[h * chunk.stride + p - chunk.first] *
-                    static_cast<float>(score.count);
+        score =
+            chunk_score(chunk.significance[h * chunk.stride + p - chunk.first], to.tokens - 1 - p);
       }
       write_score(rows, row, p, score);
     }

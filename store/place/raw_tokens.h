@@ -27,19 +27,12 @@ struct Chunk {
 // kNonFinite; kOutOfRange for values beyond fp16.
 Status check_chunk(const Chunk& chunk, int32_t head_dim);
 
-struct RawRows {
-  TokenLaws laws;
-  RawLayout layout;
-  int32_t num_kv_heads = 0;
-};
-
 // What is known of a token's importance when its tier or exponent is decided.
 enum class ImportanceKind : int32_t {
   kUnknown = 0,  // neutral
   kPrompt = 1,   // value: its significance by the queries behind it in the first chunk
   kSeen = 2,     // value: the mean of what the queries that were counted gave it
   kDecided = 3,  // bits: what the format kept, RawScore::sum
-  kPruned = 4,   // likewise; the token is not there
 };
 struct Importance {
   ImportanceKind kind = ImportanceKind::kUnknown;
@@ -54,16 +47,19 @@ TKV_HD bool is_averaged(const Importance& known) {
 
 // What is known of a token of the ring, and of one of the chunk that begins at position `first`.
 TKV_HD Importance ring_importance(RawScore score) {
-  if (score.count < 0) {
-    const bool pruned = score.count == RawScore::kPruned;
-    return {pruned ? ImportanceKind::kPruned : ImportanceKind::kDecided, 0, float_bits(score.sum)};
-  }
+  if (score.count < 0) return {ImportanceKind::kDecided, 0, float_bits(score.sum)};
   if (score.count == 0) return {};
   return {ImportanceKind::kSeen, div_rn(score.sum, static_cast<float>(score.count)), 0};
 }
 // What a later chunk's queries give its tokens is several times what a whole prompt's would.
 TKV_HD Importance chunk_importance(int32_t first, float significance) {
   return {first == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen, significance, 0};
+}
+
+// What a chunk says of a token with `behind` tokens of it behind: their queries have seen it.
+TKV_HD RawScore chunk_score(float significance, int32_t behind) {
+  const float sum = significance * static_cast<float>(behind);
+  return {sum < kMostSum ? sum : kMostSum, least(behind, kMostCounted)};
 }
 
 class RawTokens {
@@ -84,12 +80,10 @@ class RawTokens {
   const Chunk* chunk_;
 };
 
-// Writes or reads one token of a raw row, [head_dim] fp16, whose position is a sink's or in the
-// ring.
-void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position,
-               const uint16_t* token);
-void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position,
-              uint16_t* token);
+// Writes or reads one token of a raw row, [head_dim] fp16 at any address, whose position is a
+// sink's or in the ring.
+void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position, const void* token);
+void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position, void* token);
 void write_score(const RawRows& rows, uint8_t* row, int32_t position, RawScore score);
 RawScore read_score(const RawRows& rows, const uint8_t* row, int32_t position);
 

@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "attention/core/prior_attention.h"
 #include "codec/format/head_dim.h"
@@ -39,11 +38,9 @@ struct DeviceSlots {
 struct DeviceEntry {
   int32_t sequence, slot, layer;
 };
-struct DeviceStoreView {
+struct DeviceStoreView : RawRows {
   PagesView pages;  // device memory
   DeviceSlots slots;
-  TokenLaws laws;
-  RawLayout raw;
   int32_t num_layers = 0, num_kv_heads = 0, head_dim = 0;
 
   // Where the counts of the entry's first table row lie in DeviceRowCounts.
@@ -64,17 +61,17 @@ struct DeviceChunk {
 };
 
 // The first failure that kernels find, device memory; later ones are dropped (report_fault() of
-// store/place/device/device_fault.cuh). It stays until the caller takes it, and nothing else takes
-// notice: counts move on, so kernels must go on whatever it says, with values that they can hold.
-// A format reads values of a chunk that are not finite as 0. The place reports such values, unless
-// the format does (checks_chunks()).
+// store/place/device/device_reports.cuh). It stays until the caller takes it, and nothing else
+// takes notice: counts move on, so kernels must go on whatever it says, with values that they can
+// hold. A format reads values of a chunk that are not finite as 0. The place reports such values,
+// unless the format does (checks_chunks()).
 struct DeviceFault {
   StatusCode status;  // kOk: none
   int32_t slot, layer, kv_head;
 };
 
 // What becomes valid with a call once its pages are dealt: commit() of
-// store/place/device/commit.cuh.
+// store/place/device/device_reports.cuh.
 struct DeviceCommit {
   LayerTokens* counts = nullptr;  // device [max_sequences][num_layers] that become `to`; or null
   int32_t num_layers = 0;
@@ -98,7 +95,6 @@ struct DeviceWorks {
   const LayerTokens* to = nullptr;
   int32_t count = 0, first_layer = 0, num_layers = 0;
   int32_t most_leaving = 0;  // a bound for how many leave of an entry
-  int32_t most_tokens = 0;   // a bound for to.tokens
   DeviceChunk chunk;
   // The same on the host where the call is not captured; else null, but for may_rewrite(),
   // require_capturable() and most_pages(), which always have them. [count * num_layers]
@@ -190,10 +186,15 @@ class DeviceRowFormat {
   virtual Status read(const DeviceRead& call) = 0;
 
   // Positions [first, end), end the body's after a truncation to less than it was, go back to the
-  // ring: fp16 values and RawScores, for all kv_heads, as truncate() of the host place does.
-  virtual Status restore(const LayerMove& move, Positions range) = 0;
+  // ring: fp16 values and RawScores, for all kv_heads, as truncate() of the host place does. A
+  // format that is cut at every token is not asked.
+  virtual Status restore(const LayerMove& /*move*/, Positions /*range*/) {
+    return Status(StatusCode::kUnsupported, "restore");
+  }
   // Counts of the table rows once the bodies end at to.body_end, into `target` as plan() has them.
-  virtual Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
+  virtual Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {
+    return plan(works, counts);
+  }
   // The tables were cut, or forked: the states (copied already) follow. copies as in write().
   virtual Status cut(const DeviceWorks& /*works*/, const PageCopy* /*copies*/) {
     return Status::ok();
@@ -226,7 +227,6 @@ Result<std::unique_ptr<DeviceRowFormat>> make_device_coded_rows(const StoreConfi
 // kUnsupported: what attention over pages does not take.
 Result<std::unique_ptr<DeviceRowFormat>> make_device_tiers_rows(const StoreConfig& config,
                                                                 RowFormat* host);
-// kUnsupported for more than 16 q heads a kv_head.
 Result<std::unique_ptr<DeviceRowFormat>> make_device_channel_rows(const StoreConfig& config,
                                                                   RowFormat* host);
 

@@ -6,11 +6,21 @@
 #include "store/rows/tiers/tiers_rows.h"
 
 namespace tierkv::store {
+namespace {
+
+template <class Rows>
+Result<std::unique_ptr<RowFormat>> make(const StoreConfig& config) {
+  auto rows = std::make_unique<Rows>(config);
+  if (Status s = rows->prepare(); !s) return s;
+  return std::unique_ptr<RowFormat>(std::move(rows));
+}
+
+}  // namespace
 
 Result<std::unique_ptr<RowFormat>> make_row_format(const StoreConfig& config) {
-  if (std::holds_alternative<CodedFormat>(config.format)) return make_coded_rows(config);
-  if (std::holds_alternative<TiersFormat>(config.format)) return make_tiers_rows(config);
-  return make_channel_rows(config);
+  if (std::holds_alternative<CodedFormat>(config.format)) return make<CodedRows>(config);
+  if (std::holds_alternative<TiersFormat>(config.format)) return make<TiersRows>(config);
+  return make<ChannelRows>(config);
 }
 
 }  // namespace tierkv::store

@@ -3,9 +3,7 @@
 // kv_heads, become bytes in pages and come back. A format implements it once per place; the engine
 // and the place know nothing else of it.
 //
-// A call that compresses has three parts, the same in every place: plan() finds what the tokens
-// become and how many pages that takes, and changes nothing; the place runs one page operation for
-// all rows of the call; write() cannot fail. So calls are all or nothing.
+// In which order a place calls these, and what may fail: store/ENGINE.md, "Calls".
 //
 // Memory of a format: pages, which the allocator deals to rows of its table (rows_per_layer for
 // each (sequence, layer)), and state_bytes of each (sequence, layer) in the sequence's slot:
@@ -62,10 +60,10 @@ struct BodyWork {
   const RawTokens* tokens = nullptr;
 };
 
-// What write() needs of one work. `tokens` [rows_per_layer]: what the layer's table rows hold
-// afterwards. `kept` [rows_per_layer], empty where it is all: what they hold now and write() leaves
+// What place() needs of one work. `tokens` [rows_per_layer]: what the layer's table rows hold
+// afterwards. `kept` [rows_per_layer], empty where it is all: what they hold now and place() leaves
 // as it is; what is behind it is given back before pages are taken. A shared page that is left
-// partly filled is exchanged for a copy, of which relocate() tells before write().
+// partly filled is exchanged for a copy, of which relocate() tells before place().
 struct LayerPlan {
   std::vector<SideCounts> tokens;
   std::vector<SideCounts> kept = {};
@@ -134,8 +132,12 @@ class RowFormat {
 
   // Several sequences, or several layers, but none twice. kOutOfRange, kNonFinite. Nothing changes.
   virtual Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) = 0;
-  // The layers of the works, in their order. The table holds what the plan asked for.
-  virtual void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) = 0;
+  // The table holds what the plan asked for: makes the state of the layer of work `work` and tells
+  // where bytes go. Of an import it touches no page; other pages it may write itself. For different
+  // layers of imports, any number of threads at once.
+  virtual PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) = 0;
+  // The bytes of all works are there, and sound: what serves all sequences follows.
+  virtual void finish(const BodyPlan& /*plan*/) {}
 
   // Body positions [first, end) of a row: finished keys (after RoPE) and values, each
   // [end - first, head_dim]. `pruned` [end - first], zeros, null where nobody asks: 1 for a token
@@ -143,8 +145,7 @@ class RowFormat {
   virtual void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k,
                     float* v, uint8_t* pruned) const = 0;
   // The RawScores with which body positions [first, end), less than cut_tokens, go back to the ring
-  // when a truncation cuts there. [end - first]; count = kDecided or kPruned, 0 where nothing was
-  // decided.
+  // when a truncation cuts there. [end - first]; count = kDecided, 0 where nothing was decided.
   virtual void read_decided(const HostLayer& /*layer*/, int32_t /*kv_head*/, int32_t first,
                             int32_t end, RawScore* scores) const {
     std::fill(scores, scores + (end - first), RawScore{});
@@ -174,13 +175,8 @@ class RowFormat {
   // checked, but for what ranges are to be checked for. The bytes, and work.bodies itself, stay
   // where they are until the ranges are copied. Any number of threads at once.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) = 0;
-  // The table holds what the plan asked for: makes the state and tells where bytes go.
-  // It touches no page. For different layers, any number of threads at once.
-  virtual PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) = 0;
   // The bytes of the layer are there: what lies behind its tokens is cleared.
   virtual void clear_behind(const HostLayer& /*layer*/) {}
-  // The bytes of all layers are there, and sound: what serves all sequences follows.
-  virtual void finish_import(const BodyPlan& /*plan*/) {}
 };
 
 // What plan_import() says of a hostile body.

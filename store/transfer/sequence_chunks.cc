@@ -55,39 +55,14 @@ Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "sequence: " + why);
 }
 
-// The chunks of a container, each of which must be asked for.
-class Chunks {
- public:
-  Chunks(const ContainerReader& reader, const uint8_t* bytes) : reader_(reader), bytes_(bytes) {}
-  bool has(const ChunkKey& key) const { return reader_.find(key) >= 0; }
-  // kCorrupt where the checksum does not match.
-  Status read(const ChunkKey& key, std::span<const uint8_t>* payload) {
-    int64_t chunk = 0;
-    Status s = find(key, payload, &chunk);
-    const uint8_t* same = nullptr;
-    return s ? reader_.view(chunk, &same) : s;
-  }
-  // The same without its checksum. `expected`: where it probably is.
-  Status find(const ChunkKey& key, std::span<const uint8_t>* payload, int64_t* chunk,
-              int64_t expected = 0) {
-    ++read_;
-    const auto& all = reader_.chunks();
-    const bool is_there = expected < static_cast<int64_t>(all.size()) && all[expected].key == key;
-    *chunk = is_there ? expected : reader_.find(key);
-    if (*chunk < 0) return corrupt("there is no " + to_string(key));
-    const ChunkEntry& entry = all[*chunk];
-    *payload = {bytes_ + entry.offset, static_cast<size_t>(entry.bytes)};
-    return Status::ok();
-  }
-  Status check_all_read() const {
-    return read_ == reader_.chunks().size() ? Status::ok() : corrupt("there are other chunks");
-  }
-
- private:
-  const ContainerReader& reader_;
-  const uint8_t* bytes_;
-  size_t read_ = 0;
-};
+// The payload of a chunk. kCorrupt where it is not there or its checksum does not match.
+Result<std::span<const uint8_t>> read_chunk(const ContainerReader& reader, const ChunkKey& key) {
+  const int64_t chunk = reader.find(key);
+  if (chunk < 0) return corrupt("there is no " + to_string(key));
+  const uint8_t* at = nullptr;
+  if (Status s = reader.view(chunk, &at); !s) return s;
+  return std::span(at, static_cast<size_t>(reader.chunks()[chunk].bytes));
+}
 
 // A container that is written where it stays: sizes first, then bytes.
 class ChunkPlan {
@@ -225,50 +200,49 @@ Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& 
   Result<ContainerReader> opened = ContainerReader::over_bytes(bytes, size, "sequence");
   if (!opened) return opened.status();
   const auto reader = std::make_shared<const ContainerReader>(std::move(*opened));
-  Chunks chunks(*reader, bytes);
-  std::span<const uint8_t> payload;
   const ChunkKey store_key = key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable);
-  if (!chunks.has(store_key)) {
+  if (reader->find(store_key) < 0) {
     return invalid("the bytes are a .tkv container of a cache, which a store does not load");
   }
-  if (Status s = chunks.read(ChunkKey{}, &payload); !s) return s;
-  if (Status s = check_model(config, payload); !s) return s;
-  if (Status s = chunks.read(store_key, &payload); !s) return s;
+  const Result<std::span<const uint8_t>> model = read_chunk(*reader, ChunkKey{});
+  if (!model) return model.status();
+  if (Status s = check_model(config, *model); !s) return s;
+  const Result<std::span<const uint8_t>> store = read_chunk(*reader, store_key);
+  if (!store) return store.status();
   SequenceParts parts;
-  if (Status s = parse_store(config, laws, identity, payload, &parts.layers); !s) return s;
-  const int32_t heads = config.layout.num_kv_heads;
-  parts.shared.resize(config.layout.num_layers);
-  parts.raw.resize(parts.shared.size() * heads);
-  parts.bodies.resize(parts.raw.size());
-  std::vector<int64_t> row_chunks;
+  if (Status s = parse_store(config, laws, identity, *store, &parts.layers); !s) return s;
+  const std::vector<ChunkEntry>& all = reader->chunks();
+  size_t read = 2;
   for (int32_t l = 0; l < config.layout.num_layers; ++l) {
-    const ChunkKey shared = key_of(ChunkKind::kCodebook, l, kNotApplicable);
-    if (chunks.has(shared)) {
-      if (Status s = chunks.read(shared, &parts.shared[l]); !s) return s;
-    }
-    for (int32_t h = 0; h < heads; ++h) {
-      const size_t i = static_cast<size_t>(l) * heads + h;
-      for (const bool body : {false, true}) {
-        const ChunkKind kind = body ? ChunkKind::kStorePage : ChunkKind::kStoreRow;
-        const int64_t expected = row_chunks.empty() ? 0 : row_chunks.back() + 1;
-        Status s = chunks.find(key_of(kind, l, h), body ? &parts.bodies[i] : &parts.raw[i],
-                               &row_chunks.emplace_back(), expected);
-        if (!s) return s;
-        if (row_chunks.size() > 1 && row_chunks.back() != expected) {
-          return corrupt("the parts of rows do not follow each other");
-        }
+    const ChunkKey key = key_of(ChunkKind::kCodebook, l, kNotApplicable);
+    std::span<const uint8_t>& shared = parts.shared.emplace_back();
+    if (reader->find(key) < 0) continue;
+    const Result<std::span<const uint8_t>> codebook = read_chunk(*reader, key);
+    if (!codebook) return codebook.status();
+    shared = *codebook;
+    ++read;
+  }
+  const int64_t first_part = reader->find(key_of(ChunkKind::kStoreRow, 0, 0));
+  auto chunk = static_cast<size_t>(std::max<int64_t>(first_part, 0));
+  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+    for (int32_t i = 0; i < 2 * config.layout.num_kv_heads; ++i, ++chunk, ++read) {
+      const ChunkKind kind = i % 2 == 0 ? ChunkKind::kStoreRow : ChunkKind::kStorePage;
+      const ChunkKey key = key_of(kind, l, i / 2);
+      if (chunk >= all.size() || all[chunk].key != key) {
+        return corrupt(reader->find(key) < 0 ? "there is no " + to_string(key)
+                                             : "the parts of rows do not follow each other");
       }
+      (i % 2 == 0 ? parts.raw : parts.bodies)
+          .emplace_back(bytes + all[chunk].offset, static_cast<size_t>(all[chunk].bytes));
+      parts.checksums.push_back(all[chunk].checksum);
     }
   }
-  if (Status s = chunks.check_all_read(); !s) return s;
-  for (const int64_t chunk : row_chunks) {
-    parts.checksums.push_back(reader->chunks()[chunk].checksum);
-  }
-  parts.verify = [reader, row_chunks](int64_t first, int64_t count) {
+  if (read != all.size()) return corrupt("there are other chunks");
+  parts.verify = [reader, first_part](int64_t first, int64_t count) {
     const uint8_t* same = nullptr;
     Status s = Status::ok();
     for (int64_t i = 2 * first; s && i < 2 * (first + count); ++i) {
-      s = reader->view(row_chunks[i], &same);
+      s = reader->view(first_part + i, &same);
     }
     return s;
   };

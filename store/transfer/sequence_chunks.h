@@ -1,13 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A sequence as the chunks of a container (tierkv/container.h): the one form in which sequences
-// leave a store and come in, to another store or from the cold tier. store/ENGINE.md has the bytes.
-//
-//   kModel                   layout, rotation
-//   kStore                   format, sinks, window, tokens, where the body ends, the profile
-//   kCodebook                of a layer: what its bodies share, where they do
-// and of every row, one behind the other:
-//   kStoreRow                raw tokens of a (layer, kv_head), sinks first, and their scores
-//   kStorePage               body of a (layer, kv_head)
+// leave a store and come in, to another store or from the cold tier. store/ENGINE.md, "Exported
+// sequences", has the bytes.
 #pragma once
 
 #include <cstdint>

@@ -50,13 +50,13 @@ struct RawWorld {
     laws = {input.uniform(0, 16), window, unit, 64, ring};
     sequences = input.uniform(1, 4);
     kv_heads = input.uniform(1, 3);
-    rows = {laws, RawLayout(laws, head_dim), kv_heads};
+    rows = {laws, RawLayout(laws, head_dim)};
     host.assign(static_cast<size_t>(sequences) * memory().slot_bytes, 0);
     device = host;
     counts.assign(sequences * layers, {});
   }
   DeviceSlots memory() {
-    const int64_t raw = int64_t{rows.layout.row_bytes} * kv_heads;
+    const int64_t raw = int64_t{rows.raw.row_bytes} * kv_heads;
     return {device.data(), (raw + 128) * layers, raw + 128, raw};
   }
   uint8_t* host_raw(int32_t slot) {
@@ -66,7 +66,7 @@ struct RawWorld {
 
   // n tokens to every sequence, in reverse order of slots.
   void append(int32_t n, bool in_step) {
-    const int32_t dim = rows.layout.head_dim;
+    const int32_t dim = rows.raw.head_dim;
     const int64_t per_sequence = int64_t{n} * kv_heads;
     const auto fill = [&] {
       std::vector<uint8_t> bytes = input.values(dtype, sequences * per_sequence, dim);
@@ -100,7 +100,7 @@ struct RawWorld {
     }
     RawAppendCall call;
     call.memory = memory();
-    call.raw = rows.layout;
+    call.raw = rows.raw;
     call.laws = laws;
     call.slots = slots.data();
     call.to = to.data() + (in_step ? layer : 0);
@@ -139,7 +139,7 @@ TYPED_TEST(EmulatedPlace, RawTokensLieAsTheHostPutsThem) {
     EXPECT_EQ(world.fault.status, StatusCode::kOk);
     RawReadCall read;
     read.memory = world.memory();
-    read.raw = world.rows.layout;
+    read.raw = world.rows.raw;
     read.laws = world.laws;
     read.layer = world.layer;
     read.num_kv_heads = world.kv_heads;
@@ -156,7 +156,7 @@ TYPED_TEST(EmulatedPlace, RawTokensLieAsTheHostPutsThem) {
     for (int32_t p = read.first; p < read.end; ++p) {
       for (int32_t h = 0; h < heads; ++h) {
         const auto at = (int64_t{p - read.first} * heads + h) * dim;
-        const uint8_t* row = world.host_raw(0) + h * world.rows.layout.row_bytes;
+        const uint8_t* row = world.host_raw(0) + h * world.rows.raw.row_bytes;
         read_raw(world.rows, row, Component::kKey, p, expected.data());
         ASSERT_TRUE(std::equal(expected.begin(), expected.end(), k.begin() + at));
         read_raw(world.rows, row, Component::kValue, p, expected.data());
@@ -229,7 +229,7 @@ struct Attended {
   RawAttendCall call;
 
   Attended(RawWorld* w, int32_t group, int32_t q_len, DType dtype) {
-    const int32_t dim = w->rows.layout.head_dim;
+    const int32_t dim = w->rows.raw.head_dim;
     const int64_t lines = int64_t{w->sequences} * q_len * w->kv_heads * group;
     for (int64_t i = 0; i < lines * dim; ++i) {
       q.push_back(float_to_raw(dtype, w->input.real(-1, 1)));
@@ -246,7 +246,7 @@ struct Attended {
     const int64_t scores = kKeptTiles * kTileTokens * kRawColumns;
     kept.assign(w->sequences * w->kv_heads * scores, NAN);
     call.memory = w->memory();
-    call.raw = w->rows.layout;
+    call.raw = w->rows.raw;
     call.laws = w->laws;
     call.layer = w->layer;
     call.num_kv_heads = w->kv_heads;
@@ -254,7 +254,6 @@ struct Attended {
     call.q_len = q_len;
     call.sm_scale = static_cast<float>(1 / std::sqrt(dim));
     call.dtype = dtype;
-    call.prunes = true;
     call.fault = &w->fault;
   }
 };
@@ -264,16 +263,6 @@ void expect_attends(int32_t round) {
   RawWorld w(kHeadDim, DType::kFloat16);
   w.append(w.input.uniform(8, 150), false);
   for (int32_t i = 0; i < 3; ++i) w.append(w.input.uniform(1, 8), true);
-  for (int32_t slot = 0; slot < w.sequences; ++slot) {  // some are pruned
-    for (int32_t p = ring_first(w.laws, w.at(slot)); p < w.at(slot).tokens; ++p) {
-      if (!w.input.chance(0.1)) continue;
-      for (int32_t h = 0; h < w.kv_heads; ++h) {
-        const int64_t row = int64_t{h} * w.rows.layout.row_bytes;
-        write_score(w.rows, w.host_raw(slot) + row, p, {0.0f, RawScore::kPruned});
-        write_score(w.rows, w.memory().raw(slot, w.layer) + row, p, {0.0f, RawScore::kPruned});
-      }
-    }
-  }
   const int32_t group = round < 2 ? 16 : w.input.uniform(1, 9), q_len = w.input.uniform(1, 8);
   const DType dtype = round % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
   Attended a(&w, group, q_len, dtype);
@@ -313,7 +302,7 @@ void expect_attends(int32_t round) {
           std::vector<double> expected(kHeadDim, 0), weight(at[i].tokens, 0);
           for (int32_t p = 0; p <= position; ++p) {
             const bool raw = p < sink_count(w.laws, at[i]) || p >= ring_first(w.laws, at[i]);
-            if (!raw || tokens.importance(h, p).kind == ImportanceKind::kPruned) continue;
+            if (!raw) continue;
             tokens.read(Component::kKey, h, p, 1, k.data());
             tokens.read(Component::kValue, h, p, 1, v.data());
             double dot = 0;
@@ -344,7 +333,7 @@ void expect_attends(int32_t round) {
           }
         }
         for (int32_t p = ring_first(w.laws, at[i]); p < position; ++p) {
-          uint8_t* row = w.host_raw(i) + int64_t{h} * w.rows.layout.row_bytes;
+          uint8_t* row = w.host_raw(i) + int64_t{h} * w.rows.raw.row_bytes;
           RawScore score = read_score(w.rows, row, p);
           if (score.count < 0) continue;
           score.sum += static_cast<float>(largest[p]);
@@ -360,7 +349,7 @@ void expect_attends(int32_t round) {
   for (int32_t i = 0; i < w.sequences; ++i) {
     for (int32_t h = 0; h < w.kv_heads; ++h) {
       for (int32_t p = ring_first(w.laws, at[i]); p < at[i].tokens; ++p) {
-        const int64_t row = int64_t{h} * w.rows.layout.row_bytes;
+        const int64_t row = int64_t{h} * w.rows.raw.row_bytes;
         const RawScore expected = read_score(w.rows, w.host_raw(i) + row, p);
         const RawScore found = read_score(w.rows, w.memory().raw(i, w.layer) + row, p);
         ASSERT_EQ(found.count, expected.count) << "position " << p;
@@ -454,7 +443,6 @@ TEST(EmulatedCounts, NeedsAreWhatThePageOperationsTake) {
     const int32_t rows = shape.table.rows_per_sequence;
     const SideCounts* const held = state->tokens + sequence * rows;
     std::vector<SideCounts> kept(held, held + rows), target(rows);
-    const RowCountsCall c = {*state, &sequence, {kept.data(), target.data()}, 1};
     for (int32_t r = 0; r < rows; ++r) {
       for (int32_t s = 0; s < shape.table.num_sides; ++s) {
         if (input.chance(0.5)) kept[r].of[s] = input.uniform(0, kept[r].of[s]);
@@ -462,7 +450,9 @@ TEST(EmulatedCounts, NeedsAreWhatThePageOperationsTake) {
       }
     }
     PageNeeds needs = {};
-    emulate(1, 1, kCountThreads, [&] { needs_kernel(c, &needs); });
+    emulate(1, 1, kCountThreads, [&] {
+      needs_kernel(*state, {&sequence, 1}, {kept.data(), target.data()}, &needs);
+    });
     next.copy(state);
     std::vector<PageCopy> copies(rows * kMaxSides);
     OpReport cut, grown;

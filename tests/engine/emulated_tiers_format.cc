@@ -32,12 +32,12 @@ Status attend(const AttentionConfig& config, const AttentionGrid&, const AttendC
   return Status::ok();
 }
 Status pack_queries(const EngineQueries& q, GpuStream stream) {
-  return launch_after_previous(pack_queries_kernel, store::ctas_of(q.vectors()), kEngineThreads, 0,
-                               stream, q);
+  return launch_after_previous(pack_queries_kernel, ctas_for(q.vectors(), kEngineThreads / 32),
+                               kEngineThreads, 0, stream, q);
 }
 Status unpack_outputs(const EngineQueries& q, GpuStream stream) {
-  return launch_after_previous(unpack_outputs_kernel, store::ctas_of(q.vectors()), kEngineThreads,
-                               0, stream, q);
+  return launch_after_previous(unpack_outputs_kernel, ctas_for(q.vectors(), kEngineThreads / 32),
+                               kEngineThreads, 0, stream, q);
 }
 
 }  // namespace tierkv

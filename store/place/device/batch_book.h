@@ -22,20 +22,13 @@ class BatchBook {
   // Before a call: the id of the capture under way, 0 where calls run at once.
   void enter(uint64_t capture) {
     index_ = capture == 0 ? 0 : 1;
-    if (now().capture == capture) return;
-    now() = {};
-    now().capture = capture;
+    if (capture != 0 && capture != capture_) contents_[1] = {};
+    if (capture != 0) capture_ = capture;
   }
   int32_t index() const { return index_; }
   bool is_captured() const { return index_ == 1; }
   // In both memories, where the device may have changed what they are derived from.
-  void forget() {
-    for (Content& c : contents_) {
-      const uint64_t capture = c.capture;
-      c = {};
-      c.capture = capture;
-    }
-  }
+  void forget() { contents_[0] = contents_[1] = {}; }
 
   // from and to of all layers for a step of so many tokens that begins. Replays of a captured one
   // move the counts that calls which run at once have derived theirs from.
@@ -67,7 +60,6 @@ class BatchBook {
 
  private:
   struct Content {
-    uint64_t capture = 0;
     std::vector<int32_t> slots;  // empty: no batch
     int32_t step_tokens = 0;     // 0: no step
     std::vector<uint8_t> has_at;
@@ -87,6 +79,7 @@ class BatchBook {
 
   int32_t num_layers_;
   int32_t index_ = 0;
+  uint64_t capture_ = 0;  // the last one
   Content contents_[kBatchMemories];
 };
 

@@ -5,8 +5,8 @@
 
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/commit.cuh"
 #include "store/place/device/device_kernels.h"
+#include "store/place/device/device_reports.cuh"
 
 namespace tierkv::store {
 
@@ -68,15 +68,17 @@ inline __global__ void __launch_bounds__(1) ids_kernel(int2 ids, int32_t count, 
   if (count > 1) to[1] = ids.y;
 }
 
-// A thread per table row of the batch; `needs` begins with zeros.
+// A thread per table row of a batch, about what a plan has made of its counts; `needs` begins with
+// zeros.
 inline __global__ void __launch_bounds__(kCountThreads)
-    needs_kernel(const __grid_constant__ RowCountsCall c, PageNeeds* needs) {
+    needs_kernel(const __grid_constant__ PageAllocator a,
+                 const __grid_constant__ SequenceBatch batch,
+                 const __grid_constant__ DeviceRowCounts counts, PageNeeds* needs) {
   wait_for_previous_kernel();
-  const PageAllocator& a = c.allocator;
   const int32_t i = grid_thread(), rows = a.shape.table.rows_per_sequence;
-  if (i >= c.count * rows) return;
-  const int32_t row = c.slots[i / rows] * rows + i % rows;
-  const PageDemand demand = page_demand(a, row, c.counts.kept[i], c.counts.target[i]);
+  if (i >= batch.count * rows) return;
+  const int32_t row = batch.sequences[i / rows] * rows + i % rows;
+  const PageDemand demand = page_demand(a, row, counts.kept[i], counts.target[i]);
   if (demand.is_beyond) atomicAdd(&needs->beyond, 1);
   if (demand.fresh != 0) {
     atomicAdd(&needs->fresh, static_cast<unsigned long long>(demand.fresh));

@@ -66,14 +66,6 @@ struct CountCall {
   TKV_HD int32_t threads_of_sequence() const { return most(layers, rows); }
 };
 
-// What a plan has made of the row counts.
-struct RowCountsCall {
-  PageAllocator allocator;
-  const int32_t* slots = nullptr;  // [count]
-  DeviceRowCounts counts;
-  int32_t count = 0;
-};
-
 // Pages that rows take which keep `kept` and then grow to `target`.
 struct PageNeeds {
   unsigned long long fresh;      // taken less given back, of all rows together
@@ -81,11 +73,8 @@ struct PageNeeds {
   int32_t beyond;                // rows that would outgrow their table
 };
 
-// The raw rows of a layer.
-struct RawCall {
+struct RawCall : RawRows {
   DeviceSlots memory;
-  RawLayout raw;
-  TokenLaws laws;
   int32_t layer = 0, num_kv_heads = 0;
   DeviceFault* fault = nullptr;
 };
@@ -116,7 +105,6 @@ struct RawAttendCall : RawCall {
   float* kept = nullptr;
   float sm_scale = 0;
   DType dtype = DType::kFloat16;
-  bool prunes = false;  // tokens may be RawScore::kPruned
 };
 
 struct RawReadCall : RawCall {

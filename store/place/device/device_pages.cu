@@ -12,13 +12,6 @@
 #include "store/place/device/device_place.h"
 
 namespace tierkv::store {
-namespace {
-
-uint32_t ctas_for(int64_t threads) {
-  return static_cast<uint32_t>(std::max<int64_t>(1, (threads + kCountThreads - 1) / kCountThreads));
-}
-
-}  // namespace
 
 Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stream) {
   const int2 ids = {slots.front(), slots.back()};
@@ -46,7 +39,7 @@ Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slot
     call.count = std::min(kIdChunk, total - call.first);
     IdChunk ids = {};
     std::copy_n(slots.begin() + call.first, call.count, ids.slots);
-    const uint32_t ctas = ctas_for(int64_t{call.count} * call.threads_of_sequence());
+    const uint32_t ctas = ctas_for(int64_t{call.count} * call.threads_of_sequence(), kCountThreads);
     Status s = launch_after_previous(count_kernel, ctas, kCountThreads, 0, stream_, call, ids);
     if (!s) return s;
   }
@@ -54,8 +47,9 @@ Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slot
 }
 
 Status DevicePlace::commit(const DeviceWorks& works) {
-  const int64_t entries = works.commit.counts == nullptr ? 0 : works.entries();
-  return launch_after_previous(commit_kernel, ctas_for(entries), kCountThreads, 0, stream_, works);
+  const int64_t entries = works.commit.counts == nullptr ? 1 : works.entries();
+  return launch_after_previous(commit_kernel, ctas_for(entries, kCountThreads), kCountThreads, 0,
+                               stream_, works);
 }
 
 Status DevicePlace::commit_op(bool is_reported) {
@@ -89,15 +83,12 @@ Status DevicePlace::run_and_wait(const PageOp& op, int64_t at_most) {
   return Status(report.status, "table row " + std::to_string(report.batch_row));
 }
 
-RowCountsCall DevicePlace::counts_call(const DeviceWorks& works) const {
-  return {view_.pages.allocator, works.slots, row_counts(), works.count};
-}
-
 Status DevicePlace::require_needs(const DeviceWorks& works) {
-  const cudaError_t error = cudaMemsetAsync(needs_, 0, sizeof(PageNeeds), stream_);
-  if (Status s = cuda_status(error, "pages"); !s) return s;
-  Status launched = launch_after_previous(needs_kernel, ctas_for(works.count * rows_per_sequence()),
-                                          kCountThreads, 0, stream_, counts_call(works), needs_);
+  if (Status s = zero(needs_, sizeof(PageNeeds)); !s) return s;
+  Status launched = launch_after_previous(
+      needs_kernel, ctas_for(works.count * rows_per_sequence(), kCountThreads), kCountThreads, 0,
+      stream_, view_.pages.allocator, SequenceBatch{works.slots, works.count}, row_counts(),
+      needs_);
   if (!launched) return launched;
   PageNeeds needs = {};
   if (Status s = copy(&needs, needs_, sizeof(needs)); !s) return s;
@@ -165,13 +156,9 @@ Status DevicePlace::open(int32_t slot) {
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::open({op_slots_, 1}, report_), 0); !s) return s;
   if (Status s = commit_op(true); !s) return s;
+  if (Status s = zero(view_.slots.raw(slot, 0), layout_.slot_bytes); !s) return s;
   const int64_t layers = config_.layout.num_layers;
-  cudaError_t error = cudaMemsetAsync(view_.slots.raw(slot, 0), 0,
-                                      static_cast<size_t>(layout_.slot_bytes), stream_);
-  if (error == cudaSuccess) {
-    error = cudaMemsetAsync(counts_ + slot * layers, 0, layers * sizeof(LayerTokens), stream_);
-  }
-  return cuda_status(error, "add_sequence");
+  return zero(counts_ + slot * layers, layers * int64_t{sizeof(LayerTokens)});
 }
 
 Status DevicePlace::release(int32_t slot) {

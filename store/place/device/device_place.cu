@@ -40,6 +40,10 @@ Status DevicePlace::copy(void* to, const void* from, int64_t bytes) const {
       cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_), "copy");
 }
 
+Status DevicePlace::zero(void* at, int64_t bytes) const {
+  return cuda_status(cudaMemsetAsync(at, 0, static_cast<size_t>(bytes), stream_), "zero");
+}
+
 Status DevicePlace::enter(const char* call, bool can_be_captured) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
@@ -64,12 +68,10 @@ DeviceWorks DevicePlace::works_of(const LayerMoves& moves, Positions layers, int
   works.num_layers = layers.count();
   works.count = static_cast<int32_t>(moves.size()) / works.num_layers;
   if (book_.is_captured()) {
-    works.most_tokens = config_.max_tokens;
     works.most_leaving = most_leaving(layout_.laws, tokens);
     return works;
   }
   for (const LayerMove& m : moves) {
-    works.most_tokens = most(works.most_tokens, m.to.tokens);
     const int32_t first = most(m.from.body_end, layout_.laws.sink_tokens);
     works.most_leaving = most(works.most_leaving, m.to.body_end - first);
   }
@@ -110,9 +112,8 @@ Status DevicePlace::compress(const LayerMoves& moves, int32_t tokens) {
 template <class Call>
 Call DevicePlace::raw_call(int32_t layer) const {
   Call raw;
+  static_cast<RawRows&>(raw) = view_;
   raw.memory = view_.slots;
-  raw.raw = view_.raw;
-  raw.laws = view_.laws;
   raw.layer = layer;
   raw.num_kv_heads = config_.layout.num_kv_heads;
   raw.fault = fault_;
@@ -267,7 +268,6 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   if (call.count_query && raw.group * raw.q_len <= kRawColumns) raw.kept = kept_scores_;
   raw.sm_scale = static_cast<float>(config_.layout.sm_scale);
   raw.dtype = call.dtype;
-  raw.prunes = prunes_;
   const auto rows = static_cast<uint32_t>(moves.size() * raw.num_kv_heads);
   return with_head_dim(raw.raw.head_dim, [&](auto dim) {
     if (Status s = launch_after_previous(raw_attend_kernel<dim>, rows, kAttendThreads,
@@ -287,25 +287,22 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
 
 Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
   if (Status s = enter("decode_range", false); !s) return s;
-  const TokenLaws& laws = layout_.laws;
-  const int32_t sinks = sink_count(laws, move.from), ring = ring_first(laws, move.from);
+  const auto [sinks, body, ring] = parts_of(layout_.laws, move.from, {range.first, range.end});
   auto raw = raw_call<RawReadCall>(move.layer);
   raw.slot = move.slot;
   raw.origin = range.first;
   raw.dtype = range.dtype;
   raw.k = static_cast<uint16_t*>(range.k);
   raw.v = static_cast<uint16_t*>(range.v);
-  for (const Positions part : {Positions{range.first, std::min(range.end, sinks)},
-                               Positions{std::max(range.first, ring), range.end}}) {
+  for (const Positions& part : {sinks, ring}) {
     if (part.count() <= 0) continue;
     raw.first = part.first;
     raw.end = part.end;
     const int64_t threads = int64_t{part.count()} * raw.num_kv_heads * (raw.raw.head_dim / 2);
-    const auto ctas = static_cast<uint32_t>((threads + kAppendThreads - 1) / kAppendThreads);
+    const uint32_t ctas = ctas_for(threads, kAppendThreads);
     Status s = launch_after_previous(raw_read_kernel, ctas, kAppendThreads, 0, stream_, raw);
     if (!s) return s;
   }
-  const Positions body = {std::max(range.first, sinks), std::min(range.end, move.from.body_end)};
   if (body.count() <= 0) return Status::ok();
   const int64_t at = int64_t{body.first - range.first} * raw.num_kv_heads * config_.layout.head_dim;
   return format_->read(
@@ -318,8 +315,7 @@ Status DevicePlace::take_status() {
   if (Status s = copy(&fault, fault_, sizeof(fault)); !s) return s;
   if (Status s = wait(); !s) return s;
   if (fault.status == StatusCode::kOk) return Status::ok();
-  const cudaError_t error = cudaMemsetAsync(fault_, 0, sizeof(fault), stream_);
-  if (Status s = cuda_status(error, "take_status"); !s) return s;
+  if (Status s = zero(fault_, sizeof(fault)); !s) return s;
   std::string where = "found on the device";
   if (fault.slot >= 0) where += ", sequence " + std::to_string(fault.slot);
   if (fault.layer >= 0) where += ", layer " + std::to_string(fault.layer);

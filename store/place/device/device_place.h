@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A store in device memory: the layouts of the host place, its calls as kernels on one stream.
-//
-// The host does the arithmetic of counts as it does for every place and never waits for it. The
-// same counts lie on the device and move on there by the same laws, so a captured step replays.
-// Whether there are pages is decided on the host before anything is enqueued: by a lower bound of
-// the free pages, or after a wait by what is free. What kernels find in values is told later, by
-// take_status().
+// store/ENGINE.md, "The device place", has how counts, pages and captures work.
 #pragma once
 
 #include <algorithm>
@@ -30,6 +25,7 @@ class DevicePlace final : public Place {
   static Result<std::unique_ptr<DevicePlace>> make(const StoreConfig& config, GpuStream stream);
   ~DevicePlace() override;
 
+  const TokenLaws& laws() const override { return layout_.laws; }
   Status open(int32_t slot) override;
   Status release(int32_t slot) override;
   Status compress(const LayerMoves& moves, int32_t tokens) override;
@@ -41,13 +37,11 @@ class DevicePlace final : public Place {
   Status note_replay(const LayerMoves& moves, int32_t tokens) override;
   Status take_status() override;
   Status add_usage(const LayerMoves& layers, StoreUsage* usage) const override;
-  Result<int64_t> pages_of(int32_t slot) const override;
+  Result<int64_t> bytes_held(int32_t slot) const override;
   Shortage shortage() const override { return shortage_; }
   std::vector<uint8_t> identity() const override { return host_format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
-
-  const TokenLaws& laws() const { return layout_.laws; }
 
  private:
   using Slots = std::vector<int32_t>;
@@ -60,6 +54,7 @@ class DevicePlace final : public Place {
   Result<int64_t> measure_format(const StoreLayout& layout) const;
   Status wait() const;
   Status copy(void* to, const void* from, int64_t bytes) const;
+  Status zero(void* at, int64_t bytes) const;
 
   // Before every call: which memory of batches it uses; a call that cannot be captured is refused.
   Status enter(const char* call, bool can_be_captured);
@@ -87,9 +82,7 @@ class DevicePlace final : public Place {
   DeviceAttendBody bodies_of(const LayerAttend& call, const LayerMoves& moves);
 
   DeviceWorks works_of(const LayerMoves& moves, Positions layers, int32_t tokens);
-  // Plans, takes the pages, writes and commits.
   Status compress_works(const DeviceWorks& works, const LayerMoves& moves);
-  // The most pages that the works take.
   int64_t most_pages(const DeviceWorks& works, bool rewrites) const;
   Status require_alike(const LayerMoves& moves) const;
 
@@ -100,7 +93,6 @@ class DevicePlace final : public Place {
                         &shortage_);
   }
   DeviceRowCounts row_counts() const { return {kept_, target_}; }
-  RowCountsCall counts_call(const DeviceWorks& works) const;
   // Waits for what the row counts ask for: kOutOfPages, kOutOfRange.
   Status require_needs(const DeviceWorks& works);
   Status run(const PageOp& op, int64_t at_most);
@@ -108,8 +100,6 @@ class DevicePlace final : public Place {
   int32_t rows_per_sequence() const { return layout_.allocator.table.rows_per_sequence; }
   int64_t state_bytes() const { return layout_.layer_bytes - layout_.raw_bytes; }
   Status copy_pages(int32_t count);
-  Status add_nominal(const LayerMoves& layers, StoreUsage* usage) const;
-  // The mirror, emptied, and the link.
   Status open_mirror();
   Status copy_tables(int32_t slot) const;
   // The states of all layers of a slot, one behind the other.
@@ -141,7 +131,7 @@ class DevicePlace final : public Place {
   StoreLayout layout_;
   std::unique_ptr<RowFormat> host_format_;
   DeviceMemory memory_{"memory_bytes"};
-  std::shared_ptr<uint64_t> word_;           // pinned host memory
+  PinnedMemory word_;                        // what free_ reads
   std::unique_ptr<DeviceRowFormat> format_;  // goes before the memory
   DeviceStoreView view_;
   LayerTokens* counts_ = nullptr;  // [max_sequences][num_layers]
@@ -154,7 +144,6 @@ class DevicePlace final : public Place {
   int64_t* least_free_ = nullptr;
   int32_t* op_slots_ = nullptr;  // [2]: of an operation on one sequence, and its source
   DeviceFault* fault_ = nullptr;
-  bool prunes_ = false;        // tokens may be RawScore::kPruned
   // Of attention over raw tokens, and over all where the caller wants none: [max_sequences,
   // kMaxStepTokens, num_q_heads].
   float *raw_lse_ = nullptr, *whole_lse_ = nullptr;

@@ -17,8 +17,7 @@ Result<std::unique_ptr<KvStore>> KvStore::create_device(const StoreConfig& confi
   const StoreConfig resolved = store::resolve(config);
   Result<std::unique_ptr<store::DevicePlace>> place = store::DevicePlace::make(resolved, stream);
   if (!place) return place.status();
-  const store::TokenLaws laws = (*place)->laws();
-  return store::Engine::make(resolved, laws, std::move(*place));
+  return store::Engine::make(resolved, std::move(*place));
 }
 
 namespace store {
@@ -46,7 +45,6 @@ Result<std::unique_ptr<DevicePlace>> DevicePlace::make(const StoreConfig& config
                   "layout.num_q_heads: more than 16 for a kv_head, in a store on a device");
   }
   auto place = std::unique_ptr<DevicePlace>(new DevicePlace(config, stream));
-  place->prunes_ = can_prune(config);
   Result<std::unique_ptr<RowFormat>> host = make_row_format(config);
   if (!host) return host.status();
   place->host_format_ = std::move(*host);
@@ -65,10 +63,9 @@ DevicePlace::~DevicePlace() {
 DeviceStoreView DevicePlace::view_of(const StoreLayout& layout, const PageAllocator& allocator,
                                      uint8_t* pages, uint8_t* slots) const {
   DeviceStoreView view;
+  static_cast<RawRows&>(view) = layout;
   view.pages = {allocator, pages, layout.page_bytes, host_format_->sizes().rows_per_layer};
   view.slots = {slots, layout.slot_bytes, layout.layer_bytes, layout.raw_bytes};
-  view.laws = layout.laws;
-  view.raw = layout.raw;
   view.num_layers = config_.layout.num_layers;
   view.num_kv_heads = config_.layout.num_kv_heads;
   view.head_dim = config_.layout.head_dim;
@@ -89,12 +86,11 @@ Result<int64_t> DevicePlace::measure_format(const StoreLayout& layout) const {
 }
 
 Status DevicePlace::take_word() {
-  void *at = nullptr, *mapped = nullptr;
-  cudaError_t error = cudaHostAlloc(&at, sizeof(uint64_t), cudaHostAllocMapped);
-  if (error == cudaSuccess) {
-    word_ = {static_cast<uint64_t*>(at), [](uint64_t* word) { (void)cudaFreeHost(word); }};
-    error = cudaHostGetDevicePointer(&mapped, at, 0);
-  }
+  const Result<PinnedMemory> word = pinned_memory(sizeof(uint64_t));
+  if (!word) return word.status();
+  word_ = *word;
+  void* mapped = nullptr;
+  const cudaError_t error = cudaHostGetDevicePointer(&mapped, word_.get(), 0);
   published_ = static_cast<uint64_t*>(mapped);
   return cuda_status(error, "create_device");
 }
@@ -150,8 +146,9 @@ Status DevicePlace::allocate() {
   if (!a) return a.status();
   if (Status s = initialize_device(*a, stream_); !s) return s;
   const int64_t num_pages = layout_.allocator.num_pages;
-  *word_ = static_cast<uint64_t>(num_pages) << 32 | 1u;
-  free_.set(word_.get());
+  auto* const word = static_cast<uint64_t*>(word_.get());
+  *word = static_cast<uint64_t>(num_pages) << 32 | 1u;
+  free_.set(word);
   if (Status s = copy(least_free_, &num_pages, sizeof(num_pages)); !s) return s;
   view_ = view_of(layout_, *a, pages, slots);
   if (Status s = format_->bind(view_, fault_, stream_); !s) return s;

@@ -6,7 +6,6 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -35,7 +34,20 @@ Status DevicePlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const
   usage->page_bytes = layout_.page_bytes;
   usage->slot_bytes = layout_.slot_bytes;
   for (const PageRecord& record : records) usage->pages_shared += record.reference_count > 1;
-  return add_nominal(layers, usage);
+  // The format in host memory reads the states of the open sequences.
+  const auto state = static_cast<size_t>(state_bytes());
+  const auto num_layers = static_cast<size_t>(config_.layout.num_layers);
+  std::vector<uint8_t> states(state * num_layers);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const size_t layer = i % num_layers;
+    if (layer == 0) {
+      if (Status s = copy_states(layers[i].slot, states.data()); !s) return s;
+      if (Status s = wait(); !s) return s;
+    }
+    usage->nominal_bytes += host_format_->nominal_bytes(
+        {layers[i].slot, layers[i].layer, layers[i].from, nullptr, states.data() + layer * state});
+  }
+  return Status::ok();
 }
 
 Status DevicePlace::copy_states(int32_t slot, uint8_t* to) const {
@@ -46,25 +58,7 @@ Status DevicePlace::copy_states(int32_t slot, uint8_t* to) const {
   return cuda_status(error, "states");
 }
 
-// From the states of the open sequences, which the format in host memory reads.
-Status DevicePlace::add_nominal(const LayerMoves& layers, StoreUsage* usage) const {
-  const auto bytes = static_cast<size_t>(state_bytes());
-  const auto num_layers = static_cast<size_t>(config_.layout.num_layers);
-  std::vector<uint8_t> states(bytes * num_layers);
-  for (size_t i = 0; i < layers.size(); ++i) {
-    const size_t layer = i % num_layers;
-    if (layer == 0) {
-      if (Status s = copy_states(layers[i].slot, states.data()); !s) return s;
-      if (Status s = wait(); !s) return s;
-    }
-    uint8_t* state = states.data() + layer * bytes;
-    usage->nominal_bytes += host_format_->nominal_bytes(
-        {layers[i].slot, layers[i].layer, layers[i].from, nullptr, state});
-  }
-  return Status::ok();
-}
-
-Result<int64_t> DevicePlace::pages_of(int32_t slot) const {
+Result<int64_t> DevicePlace::bytes_held(int32_t slot) const {
   std::vector<SideCounts> pages(static_cast<size_t>(rows_per_sequence()));
   const SideCounts* from = view_.pages.allocator.pages + int64_t{slot} * rows_per_sequence();
   const auto bytes = static_cast<int64_t>(pages.size() * sizeof(SideCounts));
@@ -72,26 +66,17 @@ Result<int64_t> DevicePlace::pages_of(int32_t slot) const {
   if (Status s = wait(); !s) return s;
   int64_t sum = 0;
   for (const SideCounts& row : pages) sum = std::accumulate(row.of, row.of + kMaxSides, sum);
-  return sum;
+  return sum * layout_.page_bytes + layout_.slot_bytes;
 }
 
 namespace {
 
-// Runs on another thread what calls CUDA there: it uses the device of the thread that made this.
-class OnDevice {
- public:
-  OnDevice() : error_(cudaGetDevice(&device_)) {}
-  template <class Call>
-  Status operator()(const Call& call) const {
-    const cudaError_t error = error_ == cudaSuccess ? cudaSetDevice(device_) : error_;
-    Status s = cuda_status(error, "device");
-    return s ? call() : s;
-  }
-
- private:
-  int device_ = 0;
-  cudaError_t error_;
-};
+// Runs call() on any thread, which then uses this device.
+template <class Call>
+Status on_device(int device, const Call& call) {
+  Status s = cuda_status(cudaSetDevice(device), "device");
+  return s ? call() : s;
+}
 
 int64_t padded_bytes(std::span<const int64_t> parts) {
   int64_t bytes = 0;
@@ -103,7 +88,7 @@ int64_t padded_bytes(std::span<const int64_t> parts) {
 
 Status DevicePlace::open_mirror() {
   if (link_ == nullptr) {
-    Result<std::unique_ptr<SequenceLink>> link = SequenceLink::make(view_, prunes_, stream_);
+    Result<std::unique_ptr<SequenceLink>> link = SequenceLink::make(view_, stream_);
     if (!link) return link.status();
     link_ = std::move(*link);
   }
@@ -120,7 +105,7 @@ Status DevicePlace::open_mirror() {
     if (!mirror) return mirror.status();
     mirror_ = std::move(*mirror);
   }
-  mirror_->clear();
+  if (Status s = mirror_->clear(); !s) return s;
   return format_->download_shared(mirror_->format());
 }
 
@@ -188,11 +173,13 @@ Status DevicePlace::send_layers(int32_t slot, const LayerMoves& layers,
     if (Status s = link_->send(slot, move.from, bodies); !s) return s;
   }
   if (pinned != parts[0]) {
-    const OnDevice on_device;
+    int device = 0;
+    if (Status s = cuda_status(cudaGetDevice(&device), "device"); !s) return s;
     Status s =
         try_parallel_for(static_cast<int64_t>(parts.size()), threads_for(bytes), [&](int64_t part) {
           const auto layer = static_cast<int32_t>(part / (2 * heads));
-          if (Status arrived = on_device([&] { return link_->wait_for(layer); }); !arrived) {
+          if (Status arrived = on_device(device, [&] { return link_->wait_for(layer); });
+              !arrived) {
             return arrived;
           }
           std::copy_n(pinned + (parts[part] - parts[0]), round_up(sizes[part], 16), parts[part]);
@@ -211,9 +198,7 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
   if (link_ != nullptr) (void)link_->finish();  // which may still read the caller's memory
   mirror_ = nullptr;                            // it may have codebooks that the store does not
   if (is_open) (void)release(slot);
-  const Status sound =
-      parts.verify ? parts.verify(0, static_cast<int64_t>(parts.raw.size())) : Status::ok();
-  return sound ? s : sound;
+  return parts.why_failed(s);
 }
 
 // Sizes that no sequence has must not take memory. Where anything is damaged the host finds out
@@ -261,7 +246,7 @@ Status DevicePlace::bring(int32_t slot, const SequenceParts& parts, bool* is_ope
   if (Status s = take_pages(slot, plans, parts.layers); !s) return s;
   if (Status s = copy_tables(slot); !s) return s;
   if (Status s = receive_layers(slot, parts, from); !s) return s;
-  for (const auto& import : from.imports) mirror_->format()->finish_import(*import.plan);
+  for (const auto& import : from.imports) mirror_->format()->finish(*import.plan);
   return format_->upload_shared(*mirror_->format(), from.layers);
 }
 
@@ -289,7 +274,8 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
   const std::span<const int64_t> sizes = from.sizes;
   const uint8_t* const first = parts.raw[0].data();
   const int32_t threads = from.is_direct ? 1 : threads_for(padded_bytes(sizes));
-  const OnDevice on_device;
+  int device = 0;
+  if (Status known = cuda_status(cudaGetDevice(&device), "device"); !known) return known;
   std::mutex mutex;
   std::vector<PageRanges> ranges(num_layers);
   std::vector<bool> is_placed(num_layers);
@@ -307,7 +293,7 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
   };
   Status s = try_parallel_for(num_layers, threads, [&](int64_t layer) {
     const HostPlace::LayerImport& import = from.imports[layer];
-    PageRanges placed = mirror_->format()->place_import(import.layer, *import.plan);
+    PageRanges placed = mirror_->format()->place(import.layer, *import.plan, 0);
     const uint8_t* const bytes = parts.raw[layer * heads].data();
     const int64_t size = padded_bytes(sizes.subspan(2 * layer * heads, 2 * heads));
     if (!from.is_direct) std::copy_n(bytes, size, from.pinned + (bytes - first));
@@ -316,7 +302,7 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
     is_placed[layer] = true;
     while (next < num_layers && is_placed[next]) {
       const int64_t given = std::exchange(next, num_layers);  // the last one where it fails
-      if (Status sent = on_device([&] { return give(given); }); !sent) return sent;
+      if (Status sent = on_device(device, [&] { return give(given); }); !sent) return sent;
       next = given + 1;
     }
     return Status::ok();
@@ -342,20 +328,17 @@ uint64_t DevicePlace::checksum_of(int64_t part, int64_t bytes, const uint8_t* at
 // does not wait for the link's copies.
 Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans,
                                const std::vector<LayerTokens>& layers) {
-  const PageTableShape& table = layout_.allocator.table;
   std::vector<SideCounts> counts;
   int64_t needed = 0;
   for (const LayerPlan& plan : plans) {
     for (const SideCounts& row : plan.tokens) {
+      const auto index = static_cast<int32_t>(counts.size());
       counts.push_back(row);
-      int32_t pages[kMaxTables] = {};
-      for (int32_t side = 0; side < table.num_sides; ++side) {
-        pages[side / 2] += pages_for(row.of[side], table.tokens_per_page[side]);
-      }
-      if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
+      const PageDemand demand = page_demand(mirror_->pages().allocator, index, {}, row);
+      if (demand.is_beyond) {
         return Status(StatusCode::kOutOfRange, "the sequence takes more pages than its table has");
       }
-      needed += pages[0] + pages[1];
+      needed += demand.fresh;
     }
   }
   const Result<bool> fits = has_pages(needed);

@@ -29,14 +29,11 @@ struct LinkLayer {
   }
 };
 // Layers that go together, a line of CTAs each.
-struct LinkCall {
-  RawLayout raw;
-  TokenLaws laws;
+struct LinkCall : RawRows {
   uint8_t* bytes = nullptr;              // their parts
   const ChecksumChunk* parts = nullptr;  // [layers of the sequence, 2 * num_kv_heads]
   int32_t num_kv_heads = 0;
-  bool comes = false;  // parts to rows
-  bool can_prune = false;
+  bool comes = false;        // parts to rows
   int32_t* fault = nullptr;  // the least import_fault()
   LinkLayer layers[kLinkLayers];
 };
@@ -121,7 +118,7 @@ __device__ __forceinline__ void move_raw(const LinkCall& c, const LinkLayer& lay
     auto* const held = reinterpret_cast<RawScore*>(row + c.raw.score_byte(first + i));
     const RawScore score = c.comes ? scores[i] : *held;
     *(c.comes ? held : scores + i) = score;
-    is_possible_all &= is_possible(score, c.can_prune);
+    is_possible_all &= is_possible(score);
   }
   if (!c.comes) {
     // The part's end, up to a multiple of 16.

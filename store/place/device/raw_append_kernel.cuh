@@ -10,8 +10,8 @@
 #include "codec/format/element.h"
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_fault.cuh"
 #include "store/place/device/device_kernels.h"
+#include "store/place/device/device_reports.cuh"
 #include "store/rows/device_tokens.h"
 
 namespace tierkv::store {
@@ -62,20 +62,15 @@ __device__ __forceinline__ StatusCode check_tokens(const RawAppendCall& c, int32
 }
 
 // What the chunk says of a token's importance to queries behind it.
-__device__ __forceinline__ RawScore chunk_score(const RawAppendCall& c, int32_t row, int32_t token,
-                                                StatusCode* code) {
-  RawScore score;
-  if (c.chunk.significance == nullptr) return score;
+__device__ __forceinline__ RawScore score_of(const RawAppendCall& c, int32_t row, int32_t token,
+                                             StatusCode* code) {
+  if (c.chunk.significance == nullptr) return {};
   const float x = c.chunk.significance[row * c.chunk.stride + token];
   if (!is_finite(x) || x < 0) {
     *code = is_finite(x) ? StatusCode::kInvalidArgument : StatusCode::kNonFinite;
-    return score;
+    return {};
   }
-  score.count = c.chunk.tokens - 1 - token;
-  const float sum = x * static_cast<float>(score.count);
-  score.sum = sum < 3.402823466e38f ? sum : 3.402823466e38f;
-  score.count = least(score.count, kMostCounted);
-  return score;
+  return chunk_score(x, c.chunk.tokens - 1 - token);
 }
 
 __device__ __forceinline__ void write_pair(const RawAppendCall& c, uint8_t* row, Component comp,
@@ -93,14 +88,14 @@ __device__ __forceinline__ void write_pair(const RawAppendCall& c, uint8_t* row,
       static_cast<uint16_t>(high);
 }
 
-// What chunk_score() finds in the row's whole chunk, by all CTAs of the row.
+// What score_of() finds in the row's whole chunk, by all CTAs of the row.
 __device__ __forceinline__ StatusCode check_scores(const RawAppendCall& c, int32_t row) {
   auto code = StatusCode::kOk;
   const auto step = static_cast<int32_t>(gridDim.y) * kAppendThreads;
 #pragma unroll 4
   for (int32_t token = static_cast<int32_t>(blockIdx.y * kAppendThreads + threadIdx.x);
        token < c.chunk.tokens; token += step) {
-    chunk_score(c, row, token, &code);
+    score_of(c, row, token, &code);
   }
   return code;
 }
@@ -165,7 +160,7 @@ inline __global__ void __launch_bounds__(kAppendThreads)
     }
     if (thread < count) {
       const int32_t token = begin + thread, position = first + token;
-      const RawScore score = chunk_score(c, row, token, &code);
+      const RawScore score = score_of(c, row, token, &code);
       if (is_kept(position) && position >= c.laws.sink_tokens) {
         *reinterpret_cast<RawScore*>(raw + c.raw.score_byte(position)) = score;
       }

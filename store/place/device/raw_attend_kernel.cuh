@@ -17,8 +17,8 @@
 #include "gpu/math.cuh"
 #include "gpu/mma.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_fault.cuh"
 #include "store/place/device/device_kernels.h"
+#include "store/place/device/device_reports.cuh"
 
 namespace tierkv::store {
 
@@ -214,11 +214,7 @@ struct RawWarp {
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half) {
       const int32_t position = base + g + 8 * half;
-      bool is_there = position >= first && position < end;
-      if (c.prunes && !sinks && is_there) {
-        const auto* score = reinterpret_cast<const RawScore*>(r.bytes + c.raw.score_byte(position));
-        is_there = score->count != RawScore::kPruned;
-      }
+      const bool is_there = position >= first && position < end;
 #pragma unroll
       for (int32_t column = 0; column < 2; ++column) {
         float& x = s[2 * half + column];

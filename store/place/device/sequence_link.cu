@@ -20,10 +20,6 @@ constexpr int64_t kListBytes = int64_t{1} << 20;
 constexpr int64_t kHostStep = int64_t{32} << 20;
 constexpr int64_t kRangeBytes = int64_t{16} << 10;  // that a warp takes
 
-cudaEvent_t event_of(const std::shared_ptr<void>& event) {
-  return static_cast<cudaEvent_t>(event.get());
-}
-
 }  // namespace
 
 Result<PinnedMemory> pinned_memory(int64_t bytes) {
@@ -48,8 +44,8 @@ bool is_pinned(const uint8_t* from, int64_t bytes) {
 }
 
 Result<std::unique_ptr<SequenceLink>> SequenceLink::make(const DeviceStoreView& view,
-                                                         bool can_prune, cudaStream_t stream) {
-  std::unique_ptr<SequenceLink> link(new SequenceLink(view, can_prune, stream));
+                                                         cudaStream_t stream) {
+  std::unique_ptr<SequenceLink> link(new SequenceLink(view, stream));
   const cudaError_t error = cudaStreamCreateWithFlags(&link->copies_, cudaStreamNonBlocking);
   if (Status s = cuda_status(error, "stream"); !s) return s;
   return Result<std::unique_ptr<SequenceLink>>(std::move(link));
@@ -58,6 +54,9 @@ Result<std::unique_ptr<SequenceLink>> SequenceLink::make(const DeviceStoreView& 
 SequenceLink::~SequenceLink() {
   if (copies_ == nullptr) return;
   (void)cudaStreamSynchronize(copies_);
+  for (const std::vector<cudaEvent_t>* events : {&between_, &done_}) {
+    for (const cudaEvent_t event : *events) (void)cudaEventDestroy(event);
+  }
   (void)cudaStreamDestroy(copies_);
 }
 
@@ -135,14 +134,12 @@ Status SequenceLink::allocate() {
     staged_bytes_ = bytes;
     num_sums_ = blocks;
   }
-  for (std::vector<Event>* events : {&between_, &done_}) {
+  for (std::vector<cudaEvent_t>* events : {&between_, &done_}) {
     while (events->size() < groups_.size()) {
       cudaEvent_t event = nullptr;
       const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
       if (Status s = cuda_status(error, "event"); !s) return s;
-      events->emplace_back(event, [](void* e) {
-        if (e != nullptr) (void)cudaEventDestroy(static_cast<cudaEvent_t>(e));
-      });
+      events->push_back(event);
     }
   }
   return Status::ok();
@@ -228,13 +225,11 @@ Status SequenceLink::add_ranges(const PageRanges& ranges, const PageRange& last)
 
 Status SequenceLink::move_layers() const {
   LinkCall call;
-  call.raw = view_.raw;
-  call.laws = view_.laws;
+  static_cast<RawRows&>(call) = view_;
   call.bytes = staged(group_);
   call.parts = device_parts_;
   call.num_kv_heads = view_.num_kv_heads;
   call.comes = comes_;
-  call.can_prune = can_prune_;
   call.fault = device_fault_;
   std::copy(moves_.begin(), moves_.end(), call.layers);
   int32_t ctas = 0;
@@ -308,11 +303,11 @@ Status SequenceLink::receive(int32_t slot, LayerTokens at, const uint8_t* from, 
 // The copy of a group: the first half of what comes, the second half of what leaves.
 Status SequenceLink::copy_group(int32_t group) {
   const Group& of = groups_[group];
-  const Event* before = nullptr;
+  const cudaEvent_t* before = nullptr;
   if (!comes_) before = &between_[group];
   if (comes_ && group >= ring()) before = &done_[group - ring()];
   cudaError_t error = cudaSuccess;
-  if (before != nullptr) error = cudaStreamWaitEvent(copies_, event_of(*before), 0);
+  if (before != nullptr) error = cudaStreamWaitEvent(copies_, *before, 0);
   uint8_t* const host = host_ + of.host_byte;
   if (error == cudaSuccess && of.bytes > 0) {
     error = cudaMemcpyAsync(comes_ ? staged(group) : host, comes_ ? host : staged(group),
@@ -320,7 +315,7 @@ Status SequenceLink::copy_group(int32_t group) {
                             comes_ ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, copies_);
   }
   if (error == cudaSuccess) {
-    error = cudaEventRecord(event_of(comes_ ? between_[group] : done_[group]), copies_);
+    error = cudaEventRecord(comes_ ? between_[group] : done_[group], copies_);
   }
   return cuda_status(error, "link");
 }
@@ -330,14 +325,14 @@ Status SequenceLink::enqueue_group() {
     if (Status s = copy_group(group_); !s) return s;
   }
   cudaError_t error = cudaSuccess;
-  if (comes_) error = cudaStreamWaitEvent(stream_, event_of(between_[group_]), 0);
+  if (comes_) error = cudaStreamWaitEvent(stream_, between_[group_], 0);
   if (!comes_ && group_ >= ring()) {
-    error = cudaStreamWaitEvent(stream_, event_of(done_[group_ - ring()]), 0);
+    error = cudaStreamWaitEvent(stream_, done_[group_ - ring()], 0);
   }
   if (Status s = cuda_status(error, "link"); !s) return s;
   if (Status s = comes_ ? find_checksums() : move_layers(); !s) return s;
   if (Status s = comes_ ? move_layers() : find_checksums(); !s) return s;
-  error = cudaEventRecord(event_of(comes_ ? done_[group_] : between_[group_]), stream_);
+  error = cudaEventRecord(comes_ ? done_[group_] : between_[group_], stream_);
   if (Status s = cuda_status(error, "link"); !s) return s;
   const int32_t ahead = group_ + (comes_ ? ring() : 0);
   ++group_;
@@ -347,21 +342,17 @@ Status SequenceLink::enqueue_group() {
 }
 
 Status SequenceLink::wait_for(int32_t layer) const {
-  return cuda_status(cudaEventSynchronize(event_of(done_[group_of_[layer]])), "link");
+  return cuda_status(cudaEventSynchronize(done_[group_of_[layer]]), "link");
 }
 
 Status SequenceLink::finish() {
   if (device_fault_ == nullptr) return Status::ok();
-  int32_t fault = kNoImportFault;
   cudaError_t error =
-      cudaMemcpyAsync(&fault, device_fault_, sizeof(fault), cudaMemcpyDeviceToHost, stream_);
+      cudaMemcpyAsync(&fault_, device_fault_, sizeof(fault_), cudaMemcpyDeviceToHost, stream_);
   for (const cudaStream_t stream : {stream_, copies_}) {
     const cudaError_t waited = cudaStreamSynchronize(stream);
     if (error == cudaSuccess) error = waited;
   }
-  fault_kind_ = fault == kNoImportFault ? ImportFault::kNone
-                                        : static_cast<ImportFault>(fault % kImportFaults);
-  fault_layer_ = fault / kImportFaults;
   return cuda_status(error, "link");
 }
 

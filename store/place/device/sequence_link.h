@@ -29,8 +29,7 @@ bool is_pinned(const uint8_t* from, int64_t bytes);
 class SequenceLink {
  public:
   // kOutOfMemory, kCuda.
-  // can_prune: tokens that come may be RawScore::kPruned.
-  static Result<std::unique_ptr<SequenceLink>> make(const DeviceStoreView& view, bool can_prune,
+  static Result<std::unique_ptr<SequenceLink>> make(const DeviceStoreView& view,
                                                     cudaStream_t stream);
   ~SequenceLink();
 
@@ -63,14 +62,11 @@ class SequenceLink {
   // Afterwards: the checksum of a part, 0 where it is shorter than the device takes; and what is
   // wrong with the numbers that came in.
   uint64_t checksum(int64_t part) const { return checksums_[part]; }
-  Status fault() const { return import_status(fault_kind_, fault_layer_); }
+  Status fault() const { return import_status(fault_); }
 
  private:
-  using Event = std::shared_ptr<void>;
-  SequenceLink(const DeviceStoreView& view, bool can_prune, cudaStream_t stream)
-      : view_(view), can_prune_(can_prune), stream_(stream) {}
+  SequenceLink(const DeviceStoreView& view, cudaStream_t stream) : view_(view), stream_(stream) {}
 
-  // Layers that go together, and where they are among the parts.
   struct Group {
     int32_t first_layer = 0, end_layer = 0;
     int64_t bytes = 0, blocks = 0;
@@ -94,15 +90,14 @@ class SequenceLink {
   int64_t parts_of_layer() const { return int64_t{2} * view_.num_kv_heads; }
 
   DeviceStoreView view_;
-  bool can_prune_;
   cudaStream_t stream_, copies_ = nullptr;
   std::unique_ptr<DeviceMemory> memory_;
   int64_t staged_bytes_ = 0, num_sums_ = 0;
   std::vector<uint8_t*> staged_;  // groups whose bytes are staged at once
   uint64_t* sums_ = nullptr;
   int32_t* device_fault_ = nullptr;
-  ChecksumChunk* device_parts_ = nullptr;  // parts_
-  std::vector<Event> between_, done_;      // [groups]: the second half may begin; both are over
+  ChecksumChunk* device_parts_ = nullptr;    // parts_
+  std::vector<cudaEvent_t> between_, done_;  // [groups]: the second half may begin; both are over
   std::vector<std::pair<PinnedMemory, int64_t>> lists_;
   size_t list_ = 0;         // that is being filled
   int64_t list_bytes_ = 0;  // of it
@@ -118,8 +113,7 @@ class SequenceLink {
   std::vector<int32_t> group_of_;  // [layers]
   int32_t layer_ = 0, group_ = 0;  // the next, and its group
   std::vector<LinkLayer> moves_;   // the layers of the group that is being filled
-  ImportFault fault_kind_ = ImportFault::kNone;
-  int32_t fault_layer_ = 0;
+  int32_t fault_ = kNoImportFault;
 };
 
 }  // namespace tierkv::store

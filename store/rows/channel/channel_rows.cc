@@ -2,12 +2,12 @@
 #include "store/rows/channel/channel_rows.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 #include <variant>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/errors.h"
 #include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
@@ -18,45 +18,40 @@ constexpr int64_t kPageTarget = 16384;
 
 }  // namespace
 
-Result<std::unique_ptr<RowFormat>> make_channel_rows(const StoreConfig& config) {
-  const auto& format = std::get<ChannelFormat>(config.format);
+ChannelRows::ChannelRows(const StoreConfig& config)
+    : config_(config), is_raw_layer_(config.layout.num_layers) {
+  for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
+}
+
+Status ChannelRows::prepare() {
+  const auto& format = std::get<ChannelFormat>(config_.format);
   TierFormat tier = token_wise_tier(format.k_bits, format.v_bits);
   tier.k.unit = Unit::kChannel;
   tier.k.group = format.block_tokens;
-  const Result<ChannelLayout> layout = make_channel_layout(tier, config.layout.head_dim);
+  const Result<ChannelLayout> layout = make_channel_layout(tier, config_.layout.head_dim);
   if (!layout) return layout.status().with_context("format");
-  auto rows = std::make_unique<ChannelRows>(config, *layout);
-  if (Status s = rows->check_pages(); !s) return s;
-  return std::unique_ptr<RowFormat>(std::move(rows));
-}
-
-ChannelRows::ChannelRows(const StoreConfig& config, const ChannelLayout& layout)
-    : config_(config), layout_(layout), is_raw_layer_(config.layout.num_layers) {
-  for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
-  body_ = {layout, config.layout.num_kv_heads, 0};
-  sizes_.unit_tokens = layout.tokens;
+  layout_ = *layout;
+  body_ = {layout_, config_.layout.num_kv_heads, 0};
+  sizes_.unit_tokens = layout_.tokens;
   sizes_.ring_tokens =
-      static_cast<int32_t>(round_up(config.window_tokens + layout.tokens - 1, kTileTokens));
-  const int64_t least_bytes = config.raw_layers.empty() ? layout.bytes : body_.raw_bytes();
-  const int64_t blocks = std::max<int64_t>(1, kPageTarget / layout.bytes);
+      static_cast<int32_t>(round_up(config_.window_tokens + layout_.tokens - 1, kTileTokens));
+  const int64_t largest = config_.raw_layers.empty() ? layout_.bytes : body_.raw_bytes();
+  const int64_t blocks = std::max<int64_t>(1, kPageTarget / layout_.bytes);
   sizes_.page_bytes =
-      config.page_bytes != 0
-          ? config.page_bytes
-          : std::max<int64_t>(blocks * layout.bytes, round_up(least_bytes, kPageAlignment));
+      config_.page_bytes != 0
+          ? config_.page_bytes
+          : std::max<int64_t>(blocks * layout_.bytes, round_up(largest, kPageAlignment));
+  if (largest > sizes_.page_bytes)
+    return invalid("page_bytes: a block takes " + std::to_string(largest));
   body_.page_bytes = sizes_.page_bytes;
   sizes_.table.num_sides = 1;
   sizes_.table.tokens_per_page[0] = static_cast<int32_t>(sizes_.page_bytes / ChannelBody::kUnit);
   int64_t slots = 1;
-  for (int32_t l = 0; l < config.layout.num_layers && check_pages(); ++l) {
-    slots = std::max(slots, layer_pages(l, config.max_tokens, true));
+  for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
+    slots = std::max(slots, layer_pages(l, config_.max_tokens, true));
   }
   sizes_.table.table_slots[0] = static_cast<int32_t>(std::min<int64_t>(slots, kMaxTableSlots));
-}
-
-Status ChannelRows::check_pages() const {
-  const int32_t block = config_.raw_layers.empty() ? layout_.bytes : body_.raw_bytes();
-  if (block <= sizes_.page_bytes) return Status::ok();
-  return Status(StatusCode::kInvalidArgument, "page_bytes: a block takes " + std::to_string(block));
+  return Status::ok();
 }
 
 int64_t ChannelRows::layer_pages(int32_t layer, int32_t tokens, bool) const {
@@ -101,39 +96,49 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>&
   for (std::vector<float>& to : x) to.resize(static_cast<size_t>(layout_.tokens) * dim);
   for (const BodyWork& work : works) {
     const int32_t layer = work.layer.layer, end = blocks_of(work.body_end);
-    const int32_t first = blocks_of(work.layer.at.body_end), bytes = block_bytes(layer);
-    std::vector<uint8_t> blocks(int64_t{end - first} * heads * bytes);
-    for (int32_t i = 0; i < (end - first) * heads; ++i) {
-      const int32_t from = (first + i / heads) * layout_.tokens;
+    const int32_t first = blocks_of(work.layer.at.body_end), count = end - first;
+    const int32_t bytes = block_bytes(layer);
+    LayerDraft draft = {first, end, std::vector<uint8_t>(int64_t{count} * heads * bytes), {}};
+    for (int32_t h = 0; h < heads; ++h) {
+      draft.from.push_back(draft.made.data() + int64_t{h} * count * bytes);
+    }
+    for (int32_t i = 0; i < count * heads; ++i) {
+      const int32_t from = (first + i % count) * layout_.tokens;
       const int32_t skip = most(0, config_.sink_tokens - from);
       for (const Component c : {Component::kKey, Component::kValue}) {
         float* to = x[static_cast<int32_t>(c)].data();
-        work.tokens->read(c, i % heads, from + skip, layout_.tokens - skip,
+        work.tokens->read(c, i / count, from + skip, layout_.tokens - skip,
                           to + int64_t{skip} * dim);
         for (int32_t t = 0; t < skip; ++t) {
           std::copy_n(to + int64_t{skip} * dim, dim, to + int64_t{t} * dim);
         }
       }
-      encode(layer, x[0].data(), x[1].data(), blocks.data() + int64_t{i} * bytes);
+      encode(layer, x[0].data(), x[1].data(), draft.made.data() + int64_t{i} * bytes);
     }
     plan->layers.push_back({counts_of(layer, end)});
-    plan->first_block.push_back(first);
-    plan->blocks.push_back(std::move(blocks));
+    plan->drafts.push_back(std::move(draft));
   }
   return std::unique_ptr<BodyPlan>(std::move(plan));
 }
 
-void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
-  const auto& channel = static_cast<const ChannelPlan&>(plan);
-  const int32_t heads = config_.layout.num_kv_heads;
-  for (size_t w = 0; w < layers.size(); ++w) {
-    const int32_t bytes = block_bytes(layers[w].layer);
-    const auto count = static_cast<int32_t>(channel.blocks[w].size() / bytes);
-    for (int32_t i = 0; i < count; ++i) {
-      const uint8_t* from = channel.blocks[w].data() + int64_t{i} * bytes;
-      std::memcpy(block_at(layers[w], i % heads, channel.first_block[w] + i / heads), from, bytes);
+// Codes of any bits are values where the parameters are finite.
+PageRanges ChannelRows::place(const HostLayer& layer, const BodyPlan& plan, size_t work) {
+  const LayerDraft& draft = static_cast<const ChannelPlan&>(plan).drafts[work];
+  const int32_t bytes = block_bytes(layer.layer), values = layout_.v_metadata;
+  PageRange range = {nullptr, nullptr, bytes, {0, bytes, RangeCheck::kFinite}};
+  if (!is_raw(layer.layer)) {
+    range.keys = {layout_.k_metadata, layout_.v_codes, RangeCheck::kFinite};
+    range.values = {values, values + 4 * layout_.tokens, RangeCheck::kFinite};
+  }
+  PageRanges ranges;
+  for (int32_t h = 0; h < config_.layout.num_kv_heads; ++h) {
+    range.from = draft.from[h];
+    for (int32_t b = draft.first; b < draft.end; ++b, range.from += bytes) {
+      range.to = block_at(layer, h, b);
+      ranges.push_back(range);
     }
   }
+  return ranges;
 }
 
 void ChannelRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
@@ -147,11 +152,6 @@ void ChannelRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, i
     std::copy_n(keys.data() + skip, int64_t{to - from} * dim, k + at);
     std::copy_n(values.data() + skip, int64_t{to - from} * dim, v + at);
   }
-}
-
-int64_t ChannelRows::nominal_bytes(const HostLayer& layer) const {
-  return int64_t{blocks_of(layer.at.body_end)} * config_.layout.num_kv_heads *
-         block_bytes(layer.layer);
 }
 
 std::vector<uint8_t> ChannelRows::identity() const {
@@ -174,36 +174,17 @@ ExportedBody ChannelRows::export_body(const HostLayer& layer, int32_t kv_head) c
 Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const ImportWork& work) {
   auto plan = std::make_unique<ChannelPlan>();
   const int32_t layer = work.layer.layer, end = blocks_of(work.body_end);
+  LayerDraft& draft = plan->drafts.emplace_back();
+  draft.end = end;
   if (!work.shared.empty()) return corrupt_body("it has codebooks");
   for (const std::span<const uint8_t>& body : work.bodies) {
     if (static_cast<int64_t>(body.size()) != int64_t{end} * block_bytes(layer)) {
       return corrupt_body("wrong size");
     }
+    draft.from.push_back(body.data());
   }
-  plan->bodies = work.bodies;
   plan->layers.push_back({counts_of(layer, end)});
   return std::unique_ptr<BodyPlan>(std::move(plan));
-}
-
-// Codes of any bits are values where the parameters are finite.
-PageRanges ChannelRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
-  const auto& bodies = static_cast<const ChannelPlan&>(plan).bodies;
-  const int32_t bytes = block_bytes(layer.layer), values = layout_.v_metadata;
-  PageRange range = {nullptr, nullptr, bytes, {0, bytes, RangeCheck::kFinite}};
-  if (!is_raw(layer.layer)) {
-    range.keys = {layout_.k_metadata, layout_.v_codes, RangeCheck::kFinite};
-    range.values = {values, values + 4 * layout_.tokens, RangeCheck::kFinite};
-  }
-  PageRanges ranges;
-  for (int32_t h = 0; h < config_.layout.num_kv_heads; ++h) {
-    range.from = bodies[h].data();
-    for (int32_t b = 0; b < static_cast<int32_t>(bodies[h].size() / bytes); ++b) {
-      range.to = block_at(layer, h, b);
-      ranges.push_back(range);
-      range.from += bytes;
-    }
-  }
-  return ranges;
 }
 
 }  // namespace tierkv::store

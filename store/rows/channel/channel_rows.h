@@ -2,13 +2,11 @@
 // Body tokens as blocks of channel-wise keys (codec/format/channel_block.h), in host memory.
 //
 // Block b of a row holds the positions T b to T (b + 1) - 1; the places of sinks hold copies of the
-// row's first body token, which nobody reads. All blocks of a layer have one size and lie by
-// (block, kv_head) on pages that belong to (sequence, layer), so their places follow from their
-// numbers and a layer keeps no state. A raw layer has raw tiles in their stead: keys, then values.
+// row's first body token, which nobody reads. A raw layer has raw tiles in their stead: keys, then
+// values. Places of blocks follow from their numbers (channel_body.h), so a layer keeps no state.
 #pragma once
 
 #include <memory>
-#include <span>
 #include <vector>
 
 #include "store/rows/channel/channel_body.h"
@@ -16,43 +14,45 @@
 
 namespace tierkv::store {
 
-// kInvalidArgument, kUnsupported naming the field of the format.
-Result<std::unique_ptr<RowFormat>> make_channel_rows(const StoreConfig& config);
-
 class ChannelRows final : public RowFormat {
  public:
-  ChannelRows(const StoreConfig& config, const ChannelLayout& layout);
-  // kInvalidArgument where a block does not fit into page_bytes.
-  Status check_pages() const;
+  explicit ChannelRows(const StoreConfig& config);
+  // Blocks and pages. kInvalidArgument, kUnsupported naming the field.
+  Status prepare();
 
   const FormatSizes& sizes() const override { return sizes_; }
   void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
-  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
+  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override {
     return counts_of(layer.layer, blocks_of(body_end));
   }
-  int64_t nominal_bytes(const HostLayer& layer) const override;
+  int64_t nominal_bytes(const HostLayer& layer) const override {
+    return config_.layout.num_kv_heads * body_bytes(layer, 0);
+  }
   std::vector<uint8_t> identity() const override;
   int64_t body_bytes(const HostLayer& layer, int32_t) const override {
     return int64_t{blocks_of(layer.at.body_end)} * block_bytes(layer.layer);
   }
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override;
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
 
   // For the same rows in device memory.
   const ChannelBody& body() const { return body_; }
   const std::vector<uint8_t>& is_raw_layer() const { return is_raw_layer_; }
 
  private:
+  // The blocks [first, end) of every kv_head, one behind the other.
+  struct LayerDraft {
+    int32_t first = 0, end = 0;
+    std::vector<uint8_t> made;         // empty where they come in
+    std::vector<const uint8_t*> from;  // [num_kv_heads]
+  };
   struct ChannelPlan final : BodyPlan {
-    std::vector<int32_t> first_block;                  // [works]
-    std::vector<std::vector<uint8_t>> blocks;          // [works]: of all kv_heads, as on pages
-    std::span<const std::span<const uint8_t>> bodies;  // of an import: [num_kv_heads]
+    std::vector<LayerDraft> drafts;  // [works]
   };
   bool is_raw(int32_t layer) const { return is_raw_layer_[layer] != 0; }
   int32_t block_bytes(int32_t layer) const { return body_.block_bytes(is_raw(layer)); }

@@ -6,7 +6,7 @@
 
 #include "codec/gpu/channel_encode.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/commit.cuh"
+#include "store/place/device/device_reports.cuh"
 #include "store/rows/channel/channel_body.h"
 #include "store/rows/device_tokens.h"
 

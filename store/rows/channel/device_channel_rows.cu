@@ -16,10 +16,6 @@ constexpr int32_t kWriteCtasPerSm = 16;  // several rounds of those that run at 
 // Parts times query columns of a call: they keep the CTAs of short calls busy.
 constexpr int64_t kMostPartColumns = 1 << 14;
 
-uint32_t ctas_of(int64_t threads) {
-  return static_cast<uint32_t>((threads + kChannelThreads - 1) / kChannelThreads);
-}
-
 class DeviceChannelRows final : public DeviceRowFormat {
  public:
   DeviceChannelRows(const StoreConfig& config, const ChannelRows& rows)
@@ -28,9 +24,7 @@ class DeviceChannelRows final : public DeviceRowFormat {
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
   int64_t workspace_bytes() const override { return memory_.bytes(); }
   int64_t most_pages(const DeviceWorks& works) const override;
-  Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
-    return count(works, counts);
-  }
+  Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status write(const DeviceWorks& works, const PageCopy* copies) override;
 
   Status attend(const DeviceAttendBody& call) override;
@@ -38,14 +32,10 @@ class DeviceChannelRows final : public DeviceRowFormat {
   Status restore(const LayerMove& move, Positions range) override {
     return read({move.slot, move.layer, move.from.body_end, range});
   }
-  Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
-    return count(works, counts);
-  }
 
  private:
   bool is_raw(int32_t layer) const { return rows_.is_raw_layer()[layer] != 0; }
   ChannelCall call_of(const DeviceWorks& works) const;
-  Status count(const DeviceWorks& works, const DeviceRowCounts& counts) const;
 
   StoreConfig config_;
   const ChannelRows& rows_;
@@ -97,11 +87,11 @@ ChannelCall DeviceChannelRows::call_of(const DeviceWorks& works) const {
   return call;
 }
 
-Status DeviceChannelRows::count(const DeviceWorks& works, const DeviceRowCounts& counts) const {
+Status DeviceChannelRows::plan(const DeviceWorks& works, const DeviceRowCounts& counts) {
   ChannelCall call = call_of(works);
   call.counts = counts;
-  return launch_after_previous(count_channel_kernel, ctas_of(call.num_entries), kChannelThreads, 0,
-                               stream_, call)
+  return launch_after_previous(count_channel_kernel, ctas_for(call.num_entries, kChannelThreads),
+                               kChannelThreads, 0, stream_, call)
       .with_context("counts of channel rows");
 }
 
@@ -151,7 +141,8 @@ Status DeviceChannelRows::read(const DeviceRead& call) {
   const ChannelRead r = {call, view_, rows_.body(), is_raw(call.layer)};
   const int64_t values =
       int64_t{call.range.count()} * config_.layout.num_kv_heads * config_.layout.head_dim;
-  return launch_after_previous(read_channel_kernel, ctas_of(values), kChannelThreads, 0, stream_, r)
+  return launch_after_previous(read_channel_kernel, ctas_for(values, kChannelThreads),
+                               kChannelThreads, 0, stream_, r)
       .with_context("reading of channel rows");
 }
 
@@ -159,8 +150,6 @@ Status DeviceChannelRows::read(const DeviceRead& call) {
 
 Result<std::unique_ptr<DeviceRowFormat>> make_device_channel_rows(const StoreConfig& config,
                                                                   RowFormat* host) {
-  const CacheLayout& shape = config.layout;
-  if (Status s = validate_channel_group(shape.num_q_heads / shape.num_kv_heads); !s) return s;
   return std::unique_ptr<DeviceRowFormat>(
       std::make_unique<DeviceChannelRows>(config, *static_cast<const ChannelRows*>(host)));
 }

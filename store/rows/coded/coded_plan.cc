@@ -25,16 +25,6 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan(const std::vector<BodyWork>& w
   return std::unique_ptr<BodyPlan>(std::move(plan));
 }
 
-void CodedRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
-  const auto& coded = static_cast<const CodedPlan&>(plan);
-  for (const auto& [layer, books] : coded.made) books_[layer] = books;
-  for (size_t i = 0; i < layers.size(); ++i) {
-    for (const PageRange& range : place_layer(layers[i], coded.drafts[i])) {
-      std::copy_n(range.from, range.bytes, range.to);
-    }
-  }
-}
-
 Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
   const int32_t layer = work.layer.layer, heads = shape_.num_kv_heads;
   draft->first_block = work.layer.at.body_end / kBlockTokens;
@@ -45,42 +35,34 @@ Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft
     const auto* means = state_at<uint16_t>(work.layer, shape_.means_byte(h));
     draft->means.emplace_back(means, means + shape_.head_dim);
   }
-  if (is_raw_layer(layer)) return draft_raw(work, draft);
-  if (!draft->fixed) {
+  if (!is_raw_layer(layer) && !draft->fixed) {
     const bool ready = find_books(layer, *plan) != nullptr && !needs_tokens(layer);
-    if (!ready && work.body_end < kSampleBlocks * kBlockTokens) return draft_raw(work, draft);
-    if (Status s = fix(work, plan, draft); !s) return s;
-  }
-  return draft_coded(work, plan, draft);
-}
-
-Status CodedRows::draft_raw(const BodyWork& work, LayerDraft* draft) const {
-  BlockTokens tokens;
-  for (int32_t b = draft->first_block; b < draft->end_block; ++b) {
-    for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-      gather(work, h, b, &draft->rows[h], &tokens);
-      draft->blocks.push_back(raw_block(tokens, Component::kKey));
-      draft->blocks.push_back(raw_block(tokens, Component::kValue));
+    if (ready || work.body_end >= kSampleBlocks * kBlockTokens) {
+      if (Status s = fix(work, plan, draft); !s) return s;
     }
   }
-  return Status::ok();
+  return draft_blocks(work, draft->fixed ? find_books(layer, *plan) : nullptr, draft);
 }
 
-Status CodedRows::draft_coded(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
-  const int32_t layer = work.layer.layer;
-  const LayerBooks& books = *find_books(layer, *plan);
+Status CodedRows::draft_blocks(const BodyWork& work, const LayerBooks* books,
+                               LayerDraft* draft) const {
   std::vector<WeightedRow> rows;
-  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-    rows.push_back(row_of(layer, h, draft->rows[h], draft->means[h].data()));
+  for (int32_t h = 0; books != nullptr && h < shape_.num_kv_heads; ++h) {
+    rows.push_back(row_of(work.layer.layer, h, draft->rows[h], draft->means[h].data()));
   }
   BlockTokens tokens;
   BlockCodes codes;
   for (int32_t b = draft->first_block; b < draft->end_block; ++b) {
     for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
       gather(work, h, b, &draft->rows[h], &tokens);
+      if (books == nullptr) {
+        draft->blocks.push_back(raw_block(tokens, Component::kKey));
+        draft->blocks.push_back(raw_block(tokens, Component::kValue));
+        continue;
+      }
       Status s = quantize(rows[h], tokens, &codes);
       if (s) s = prepend(work, h, b, &codes);
-      if (s) s = encode(books, h, shape_.tokens_of(b, work.body_end), codes, draft);
+      if (s) s = encode(*books, h, shape_.tokens_of(b, work.body_end), codes, draft);
       if (!s) return s.with_context("kv_head " + std::to_string(h));
     }
   }
@@ -114,7 +96,7 @@ Status CodedRows::fit_layer(int32_t layer, const std::vector<BlockTokens>& token
                             std::vector<WeightedRow>* rows, LayerBooks* books) const {
   const size_t blocks = tokens.size() / shape_.num_kv_heads;
   std::vector<BlockCodes> samples(shape_.num_kv_heads);
-  LayerSample sample;
+  std::vector<RowCodes> sample[2];
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     const BlockTokens* own = tokens.data() + h * blocks;
     std::vector<float> keys;
@@ -134,7 +116,7 @@ Status CodedRows::fit_layer(int32_t layer, const std::vector<BlockTokens>& token
     if (!s) return s.with_context("kv_head " + std::to_string(h));
     for (int32_t c = 0; c < 2; ++c) {
       const auto count = static_cast<int64_t>(samples[h].codes[c].size()) / shape_.head_dim;
-      sample.rows[c].push_back({samples[h].codes[c].data(), count});
+      sample[c].push_back({samples[h].codes[c].data(), count});
     }
     rows->push_back(std::move(*row));
   }
@@ -287,7 +269,9 @@ void CodedRows::add_layer_plan(const HostLayer& layer, LayerDraft* draft, CodedP
   plan->layers.push_back(std::move(result));
 }
 
-PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draft) {
+// A raw block begins with exponents.
+PageRanges CodedRows::place(const HostLayer& layer, const BodyPlan& plan, size_t work) {
+  const LayerDraft& draft = static_cast<const CodedPlan&>(plan).drafts[work];
   *state_at<int32_t>(layer, shape_.fixed_byte()) = draft.fixed ? 1 : 0;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     *state_at<CodedRowState>(layer, shape_.row_byte(h)) = draft.rows[h];
@@ -300,7 +284,7 @@ PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draf
   std::vector<const uint8_t*> brought = draft.brought;
   const int32_t row = pages_.row(layer.slot, layer.layer, 0), per_block = 2 * shape_.num_kv_heads;
   int32_t b = draft.first_block, within = 0;
-  const auto place = [&](size_t i, int32_t page, int32_t unit) {
+  const auto place_block = [&](size_t i, int32_t page, int32_t unit) {
     const uint32_t units = draft.units[i];
     const auto first = static_cast<uint32_t>(pages_.page(row, 0, page)) * shape_.page_units;
     const CodedBlockRef ref = {first + unit, units};
@@ -310,11 +294,18 @@ PageRanges CodedRows::place_layer(const HostLayer& layer, const LayerDraft& draf
                         : std::exchange(brought[within / 2], brought[within / 2] + bytes);
     refs[int64_t{within} * shape_.max_blocks + b] = ref;
     ranges[i] = {from, block_bytes(ref), bytes};
+    if (!draft.fixed) {
+      ranges[i].keys = {kBlockTokens, static_cast<int32_t>(bytes), RangeCheck::kFinite};
+    }
     ends[b] = static_cast<uint32_t>(page * shape_.page_units + unit) + units;
     if (++within == per_block) ++b, within = 0;
   };
-  place_blocks(draft.units, units_before(layer, draft.first_block), shape_.page_units, place);
+  place_blocks(draft.units, units_before(layer, draft.first_block), shape_.page_units, place_block);
   return ranges;
+}
+
+void CodedRows::finish(const BodyPlan& plan) {
+  for (const auto& [layer, books] : static_cast<const CodedPlan&>(plan).made) books_[layer] = books;
 }
 
 }  // namespace tierkv::store

@@ -46,50 +46,45 @@ bool has_energies(const StoreConfig& config) {
 
 }  // namespace
 
-Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig& config) {
-  if (Status s = check_format(std::get<CodedFormat>(config.format)); !s) return s;
-  CodedShape shape;
-  shape.head_dim = config.layout.head_dim;
-  shape.num_kv_heads = config.layout.num_kv_heads;
-  shape.sink_tokens = config.sink_tokens;
-  shape.max_blocks = block_count(config.max_tokens);
-  const int32_t block = shape.largest_block_bytes();
-  FormatSizes sizes;
-  sizes.unit_tokens = std::get<CodedFormat>(config.format).unit_tokens;
-  sizes.cut_tokens = kBlockTokens;
-  const int32_t raw = most(config.window_tokens + sizes.unit_tokens, kBlockTokens) - 1;
-  sizes.ring_tokens = static_cast<int32_t>(round_up(raw, kTileTokens));
-  sizes.page_bytes =
-      config.page_bytes != 0 ? config.page_bytes : round_up(2 * block, kPageAlignment);
-  if (sizes.page_bytes < block) {
-    return invalid("page_bytes: a block may take " + std::to_string(block));
-  }
-  shape.page_units = static_cast<int32_t>(sizes.page_bytes / kUnitBytes);
-  sizes.most_pages = (int64_t{1} << 32) / shape.page_units;
-  sizes.state_bytes = shape.state_bytes();
-  sizes.table.num_sides = 1;
-  sizes.table.tokens_per_page[0] = shape.page_units;
-  auto rows = std::make_unique<CodedRows>(config, sizes, shape);
-  if (Status s = rows->prepare(); !s) return s;
-  return std::unique_ptr<RowFormat>(std::move(rows));
-}
-
-CodedRows::CodedRows(const StoreConfig& config, const FormatSizes& sizes, const CodedShape& shape)
+CodedRows::CodedRows(const StoreConfig& config)
     : config_(config),
       format_(std::get<CodedFormat>(config.format)),
-      sizes_(sizes),
-      shape_(shape),
       is_raw_layer_(config.layout.num_layers),
       books_(config.layout.num_layers) {
   for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
-  const StepSizes& steps = has_energies(config) ? kProfileSteps : kOwnSteps;
-  if (format_.k == 0) format_.k = steps.k;
-  if (format_.v == 0) format_.v = steps.v;
-  const int64_t slots = layer_pages(0, config.max_tokens, true);
+}
+
+Status CodedRows::prepare_sizes() {
+  shape_.head_dim = config_.layout.head_dim;
+  shape_.num_kv_heads = config_.layout.num_kv_heads;
+  shape_.sink_tokens = config_.sink_tokens;
+  shape_.max_blocks = block_count(config_.max_tokens);
+  const int32_t block = shape_.largest_block_bytes();
+  sizes_.unit_tokens = format_.unit_tokens;
+  sizes_.cut_tokens = kBlockTokens;
+  const int32_t raw = most(config_.window_tokens + sizes_.unit_tokens, kBlockTokens) - 1;
+  sizes_.ring_tokens = static_cast<int32_t>(round_up(raw, kTileTokens));
+  sizes_.page_bytes =
+      config_.page_bytes != 0 ? config_.page_bytes : round_up(2 * block, kPageAlignment);
+  if (sizes_.page_bytes < block) {
+    return invalid("page_bytes: a block may take " + std::to_string(block));
+  }
+  shape_.page_units = static_cast<int32_t>(sizes_.page_bytes / kUnitBytes);
+  sizes_.most_pages = (int64_t{1} << 32) / shape_.page_units;
+  sizes_.state_bytes = shape_.state_bytes();
+  sizes_.table.num_sides = 1;
+  sizes_.table.tokens_per_page[0] = shape_.page_units;
+  const int64_t slots = layer_pages(0, config_.max_tokens, true);
   sizes_.table.table_slots[0] = static_cast<int32_t>(std::clamp<int64_t>(slots, 1, kMaxTableSlots));
+  return Status::ok();
 }
 
 Status CodedRows::prepare() {
+  if (Status s = check_format(format_); !s) return s;
+  const StepSizes& steps = has_energies(config_) ? kProfileSteps : kOwnSteps;
+  if (format_.k == 0) format_.k = steps.k;
+  if (format_.v == 0) format_.v = steps.v;
+  if (Status s = prepare_sizes(); !s) return s;
   const Profile* profile = config_.profile.get();
   const std::vector<Rope>& ropes =
       config_.rope.empty() && profile != nullptr ? profile->rope : config_.rope;
@@ -187,12 +182,8 @@ int64_t CodedRows::nominal_bytes(const HostLayer& layer) const {
   const int32_t blocks = block_count(layer.at.body_end);
   int64_t bytes = 0;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      const CodedBlockRef* ref = refs(layer, h, c);
-      for (int32_t b = 0; b < blocks; ++b) {
-        bytes += int64_t{ref[b].units} * kUnitBytes + static_cast<int64_t>(sizeof(CodedBlockRef));
-      }
-    }
+    bytes += body_bytes(layer, h) - head_bytes(is_fixed(layer), blocks);
+    bytes += 2 * blocks * int64_t{sizeof(CodedBlockRef)};
     if (is_fixed(layer)) bytes += 2 * shape_.head_dim + 8;
   }
   return bytes;

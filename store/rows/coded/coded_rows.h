@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "codec/format/rope_turn.h"
@@ -17,20 +16,19 @@
 
 namespace tierkv::store {
 
-// kInvalidArgument naming the field of the format.
-Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig& config);
-
 class CodedRows final : public RowFormat {
  public:
-  CodedRows(const StoreConfig& config, const FormatSizes& sizes, const CodedShape& shape);
-  // Rotations, and what the profile says of every row. kInvalidArgument, kOutOfRange.
+  explicit CodedRows(const StoreConfig& config);
+  // Sizes, rotations, and what the profile says of every row. kInvalidArgument naming the field,
+  // kOutOfRange.
   Status prepare();
 
   const FormatSizes& sizes() const override { return sizes_; }
   void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
-  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
+  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override;
+  void finish(const BodyPlan& plan) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
   void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
@@ -43,8 +41,6 @@ class CodedRows final : public RowFormat {
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override;
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
-  void finish_import(const BodyPlan& plan) override;
 
   // The tokens of a block of one row before they are coded.
   struct BlockTokens {
@@ -86,7 +82,7 @@ class CodedRows final : public RowFormat {
                    std::vector<WeightedRow>* rows, LayerBooks* books) const;
 
  private:
-  // What becomes of one layer.
+  Status prepare_sizes();
   struct LayerDraft {
     int32_t first_block = 0, end_block = 0;  // that are written
     bool fixed = false;                      // afterwards
@@ -131,15 +127,13 @@ class CodedRows final : public RowFormat {
   WeightedRow row_of(int32_t layer, int32_t kv_head, const CodedRowState& state,
                      const uint16_t* means) const;
 
-  // coded_plan.cc
   Status draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
-  Status draft_raw(const BodyWork& work, LayerDraft* draft) const;
-  Status draft_coded(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
+  // books null: blocks stay raw.
+  Status draft_blocks(const BodyWork& work, const LayerBooks* books, LayerDraft* draft) const;
   // The tokens of a block that have no codes yet: out of its raw block, where it has one, and raw
   // tokens, about which decide() decides.
   void gather(const BodyWork& work, int32_t kv_head, int32_t block, CodedRowState* state,
               BlockTokens* out) const;
-  // About positions of one tile.
   void decide(const RawTokens& tokens, int32_t kv_head, Positions range, CodedRowState* state,
               BlockTokens* out) const;
   Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
@@ -151,8 +145,6 @@ class CodedRows final : public RowFormat {
                 LayerDraft* draft) const;
   std::vector<uint8_t> raw_block(const BlockTokens& tokens, Component c) const;
   void add_layer_plan(const HostLayer& layer, LayerDraft* draft, CodedPlan* plan) const;
-  // State and directory; the bytes of block i go where ranges[i] says.
-  PageRanges place_layer(const HostLayer& layer, const LayerDraft& draft);
 
   // x null: codes and exponents alone.
   Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],
@@ -160,14 +152,12 @@ class CodedRows final : public RowFormat {
   void read_block(const HostLayer& layer, int32_t kv_head, int32_t block, BlockCodes* codes,
                   float* const x[2]) const;
 
-  // coded_transfer.cc
   // `books`: of the layer where it is fixed, those of the sequence, unless the store has them.
   // is_left: whether blocks that decode later must be decoded now.
   Status import_layer(const ImportWork& work, LayerBooks* books, LayerDraft* draft,
                       bool* is_left) const;
   Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft,
                     std::vector<WeightedRow>* rows) const;
-  // Bytes of a body before its blocks.
   int64_t head_bytes(bool fixed, int32_t blocks) const;
   // Checks everything but its values.
   Status check_raw_block(const uint8_t* bytes, int64_t size, int32_t tokens) const;

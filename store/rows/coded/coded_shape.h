@@ -2,19 +2,12 @@
 // Sizes and offsets of the coded format: what a (sequence, layer) keeps in its slot, and what lies
 // on its pages. Host and device share it.
 //
-// Block b of a row holds its tokens of positions 64 b to 64 b + 63 that are not sinks. The blocks
-// of all kv_heads of a layer lie one behind the other, by (block, kv_head, component), on pages
-// that belong to (sequence, layer); no block crosses the end of a page. Offsets count units of 16
-// bytes.
-//
-// A layer is fixed once its means, steps and codebooks are; its blocks are weighted blocks then
-// (codec/format/weighted_block_format.h) and raw blocks before:
+// store/ENGINE.md, "Coded rows", has where blocks lie. Offsets count units of 16 bytes. The blocks
+// of a fixed layer are weighted blocks (codec/format/weighted_block_format.h), those of others raw
+// blocks:
 //
 //   64 bytes                G of each token, i8; 0 behind the last one
 //   1 to 4 raw tiles        fp16, keys or values, in the order of fragments; 0 behind the last one
-//
-// The last block of a row may have fewer tokens, up to a multiple of the unit. When more come it is
-// coded anew: from its codes, which stay as they are, and those of the new tokens.
 #pragma once
 
 #include <cstdint>

@@ -230,19 +230,4 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const ImportWork& work)
   return std::unique_ptr<BodyPlan>(is_left ? nullptr : std::move(plan));
 }
 
-// A raw block begins with exponents.
-PageRanges CodedRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
-  const LayerDraft& draft = static_cast<const CodedPlan&>(plan).drafts[0];
-  PageRanges ranges = place_layer(layer, draft);
-  for (PageRange& range : ranges) {
-    if (draft.fixed) break;
-    range.keys = {kBlockTokens, static_cast<int32_t>(range.bytes), RangeCheck::kFinite};
-  }
-  return ranges;
-}
-
-void CodedRows::finish_import(const BodyPlan& plan) {
-  for (const auto& [layer, books] : static_cast<const CodedPlan&>(plan).made) books_[layer] = books;
-}
-
 }  // namespace tierkv::store

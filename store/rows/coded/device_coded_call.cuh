@@ -11,7 +11,7 @@
 
 #include "codec/gpu/coded/weighted_batch.h"
 #include "gpu/warp.cuh"
-#include "store/place/device/commit.cuh"
+#include "store/place/device/device_reports.cuh"
 #include "store/rows/coded/coded_shape.h"
 #include "store/rows/device_row_format.h"
 

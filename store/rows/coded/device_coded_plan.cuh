@@ -148,7 +148,11 @@ class PlannedCodedRows : public AttendedCodedRows {
     Result<CodedCall> call = call_of(works, most_blocks(works));
     if (!call) return call;
     if (!planned_.hints.empty()) call->hints = hints_;
-    call->by_entry = works.moves == nullptr && call->blocks <= call->group_cells;
+    call->by_entry = works.moves == nullptr;
+    // A step has two blocks of an entry at most (most_leaving()), staging memory kSampleBlocks.
+    if (call->by_entry && call->blocks > call->group_cells) {
+      return Status(StatusCode::kInvalidArgument, "coded rows: a captured step of too many blocks");
+    }
     return call;
   }
 

@@ -26,6 +26,7 @@ struct OpenEntries {
     list_layer(l);
     bool is_last = false;
     if (lane_index() == 0) is_last = arrive_acq_rel(call.left + 1) + 1 == call.works.num_layers;
+    __syncwarp();
     if (__any_sync(kFullWarp, is_last)) add_up();
   }
 
@@ -133,14 +134,6 @@ struct PlaceBlocks {
     int32_t* sums;   // [32]: of the warps
     int32_t* num_pages;
     int32_t* used;  // before the chunk, then behind it
-
-    __device__ explicit Chunk(int32_t* of)
-        : ends(of),
-          next(of + kThreads),
-          pages(of + 2 * kThreads),
-          sums(of + 3 * kThreads),
-          num_pages(sums + kWarpLanes),
-          used(num_pages + 1) {}
     // The first of the blocks [first, count) that ends behind `end`.
     __device__ int32_t first_behind(int32_t first, int32_t count, int32_t end) const {
       int32_t last = count;  // it is in [first, last]
@@ -202,7 +195,9 @@ struct PlaceBlocks {
     const int32_t items = (d.end_block - d.first_block) * per_block;
     const int64_t first = call.cell(e, 0) * call.heads();
     if (d.failed != 0 || fails(e, items, first)) return;
-    const Chunk chunk(memory);
+    int32_t* const sums = memory + 3 * kThreads;
+    const Chunk chunk = {memory, memory + kThreads, memory + 2 * kThreads,
+                         sums,   sums + kWarpLanes, sums + kWarpLanes + 1};
     if (thread() == 0) *chunk.used = d.begin;
     for (int32_t from = 0; from < items; from += threads()) {
       const int32_t count = least(threads(), items - from), item = from + thread();
@@ -304,23 +299,20 @@ struct WriteRawBlocks : CallWork {
     const int32_t row = i / 2, kv_head = row % call.heads();
     const CellOf cell = cell_of(call, row / call.heads());
     if (!is_written(call, cell, EntryForm::kRaw)) return;
+    const auto c = static_cast<Component>(i % 2);
     const WeightedPlace place = call.places[i % 2][cell.cell * call.heads() + kv_head];
-    write(static_cast<Component>(i % 2), row, tokens_of(call, cell).count(),
-          call.device.view.pages.base + int64_t{place.unit} * kUnitBytes);
-  }
-
- private:
-  __device__ void write(Component c, int32_t row, int32_t tokens, uint8_t* to) const {
+    uint8_t* const to = call.device.view.pages.base + int64_t{place.unit} * kUnitBytes;
+    const int32_t tokens = tokens_of(call, cell).count();
     const auto thread = static_cast<int32_t>(threadIdx.x);
     const auto threads = static_cast<int32_t>(blockDim.x);
     const int32_t dims = call.head_dim();
     const uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
     for (int32_t t = thread; t < kBlockTokens; t += threads) to[t] = t < tokens ? words[t][0] : 0;
     const uint16_t* const from = call.staged(c, row);
-    for (int32_t i = thread; i < tile_count(tokens) * kTileTokens * dims; i += threads) {
-      const int32_t t = i / dims;
-      uint8_t* const byte = to + kBlockTokens + raw_tile_byte(dims, c, t, i % dims);
-      *reinterpret_cast<uint16_t*>(byte) = t < tokens ? from[i] : uint16_t{0};
+    for (int32_t n = thread; n < tile_count(tokens) * kTileTokens * dims; n += threads) {
+      const int32_t t = n / dims;
+      uint8_t* const byte = to + kBlockTokens + raw_tile_byte(dims, c, t, n % dims);
+      *reinterpret_cast<uint16_t*>(byte) = t < tokens ? from[n] : uint16_t{0};
     }
   }
 };
@@ -331,9 +323,7 @@ struct FinishEntries : CallWork {
 
   __device__ void operator()(uint8_t*) const {
     commit(call.works);
-    if (call.works.has_pages()) finish_all();
-  }
-  __device__ void finish_all() const {
+    if (!call.works.has_pages()) return;
     for (auto e = static_cast<int32_t>(blockIdx.x); e < call.works.entries();
          e += static_cast<int32_t>(gridDim.x)) {
       const EntryDraft& d = call.entries[e];

@@ -46,10 +46,10 @@ std::vector<uint8_t> serialize_books(const LayerBooks& books) {
 }  // namespace
 
 Result<LayerBooks> make_layer_books(const CodedFormat& format, int32_t head_dim,
-                                    const LayerSample& sample) {
+                                    const std::vector<RowCodes> (&sample)[2]) {
   LayerBooks books;
   for (const Component c : {Component::kKey, Component::kValue}) {
-    const std::vector<RowCodes>& rows = sample.rows[static_cast<int32_t>(c)];
+    const std::vector<RowCodes>& rows = sample[static_cast<int32_t>(c)];
     Result<BookChoice> choice = choose_books(c, head_dim, rows, spec_of(format, c));
     if (!choice && choice.status().code() == StatusCode::kUnsupported) {
       // Codes too wide for pairs: any book will do, blocks are stored raw.

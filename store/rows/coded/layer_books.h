@@ -26,12 +26,9 @@ struct LayerBooks {
   }
 };
 
-// The codes of a layer's sample, by kv_head.
-struct LayerSample {
-  std::vector<RowCodes> rows[2];
-};
+// sample: of each component, the codes of a layer's first blocks by kv_head.
 Result<LayerBooks> make_layer_books(const CodedFormat& format, int32_t head_dim,
-                                    const LayerSample& sample);
+                                    const std::vector<RowCodes> (&sample)[2]);
 
 // kCorrupt unless they are as make_layer_books() makes them for the format and shape.
 Result<LayerBooks> parse_books(const CodedFormat& format, const CacheLayout& layout,

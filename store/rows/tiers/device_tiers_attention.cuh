@@ -13,35 +13,29 @@
 #include "gpu/pdl.cuh"
 #include "store/place/device/batch_book.h"
 #include "store/rows/device_memory.cuh"
-#include "store/rows/tiers/device_tiers_codes.cuh"
+#include "store/rows/device_row_format.h"
 #include "store/rows/tiers/tiers_rows.h"
 #include "tierkv/attention.h"
 
 namespace tierkv::store {
 
-// What attention needs to know of the states of sequences: the counts of their tokens.
-struct TiersCounts {
-  DeviceStoreView view;
-  TiersShape shape;
-  const int32_t* slots = nullptr;  // device [count]
-  int32_t count = 0;
-  SideCounts* tokens = nullptr;  // device [num_rows] of the tables
-};
+inline constexpr int32_t kGatherThreads = 128;
 
-// A thread a row of every layer.
-inline __global__ void __launch_bounds__(kTiersThreads)
-    gather_counts_kernel(const __grid_constant__ TiersCounts c) {
+// What attention needs to know of the states of sequences: to[num_rows] of the tables gets the
+// counts of their tokens. A thread a row of every layer.
+inline __global__ void __launch_bounds__(kGatherThreads)
+    gather_counts_kernel(const __grid_constant__ DeviceStoreView view,
+                         const __grid_constant__ TiersShape shape,
+                         const __grid_constant__ SequenceBatch batch, SideCounts* to) {
   wait_for_previous_kernel();
-  const int32_t rows = c.view.num_layers * c.view.num_kv_heads;
-  const int32_t i = static_cast<int32_t>(blockIdx.x) * kTiersThreads + threadIdx.x;
-  if (i >= c.count * rows) return;
-  const int32_t slot = c.slots[i / rows], layer = i % rows / c.view.num_kv_heads,
-                kv_head = i % c.view.num_kv_heads;
-  const auto* row = reinterpret_cast<const TiersRow*>(c.view.slots.state(slot, layer) +
-                                                      c.shape.row_byte(kv_head));
-  SideCounts tokens;
-  for (int32_t side = 0; side < 2; ++side) tokens.of[side] = row->tokens[side];
-  c.tokens[c.view.pages.row(slot, layer, kv_head)] = tokens;
+  const int32_t rows = view.num_layers * view.num_kv_heads;
+  const int32_t i = static_cast<int32_t>(blockIdx.x) * kGatherThreads + threadIdx.x;
+  if (i >= batch.count * rows) return;
+  const int32_t slot = batch.sequences[i / rows], layer = i % rows / view.num_kv_heads,
+                kv_head = i % view.num_kv_heads;
+  const auto* row =
+      reinterpret_cast<const TiersRow*>(view.slots.state(slot, layer) + shape.row_byte(kv_head));
+  to[view.pages.row(slot, layer, kv_head)] = {{row->tokens[0], row->tokens[1]}};
 }
 
 // Layers whose pages have the formats of one config.
@@ -175,10 +169,10 @@ class DeviceTiersAttention {
   Status plan(const DeviceAttendBody& call, const TiersCodes& codes, int32_t index,
               GpuStream stream) {
     const int64_t rows = int64_t{call.count} * view_.num_layers * view_.num_kv_heads;
-    const TiersCounts counts = {view_, codes.shape, call.slots, call.count, tokens_[index]};
-    const auto ctas = static_cast<uint32_t>((rows + kTiersThreads - 1) / kTiersThreads);
+    const uint32_t ctas = ctas_for(rows, kGatherThreads);
     const Status launched =
-        launch_after_previous(gather_counts_kernel, ctas, kTiersThreads, 0, stream, counts);
+        launch_after_previous(gather_counts_kernel, ctas, kGatherThreads, 0, stream, view_,
+                              codes.shape, SequenceBatch{call.slots, call.count}, tokens_[index]);
     if (!launched) return launched.with_context("counts of bodies");
     for (const TiersAttention& part : parts_) {
       // Where things lie in it depends on the call, and it begins with zeros.

@@ -13,11 +13,14 @@
 #include "codec/gpu/pages/lane_encode.cuh"
 #include "codec/gpu/pages/lane_rotation.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/commit.cuh"
+#include "store/place/device/device_reports.cuh"
 #include "store/rows/device_tokens.h"
-#include "store/rows/tiers/device_tiers_codes.cuh"
+#include "store/rows/tiers/tiers_shape.h"
 
 namespace tierkv::store {
+
+inline constexpr int32_t kTiersThreads = 128;
+inline constexpr int32_t kTiersWarps = kTiersThreads / 32;
 
 struct SideTokens {
   int32_t of[2] = {0, 0};
@@ -61,16 +64,8 @@ struct TiersPlace {
   const DeviceStoreView& view;
   const TiersCodes& codes;
   int32_t slot, layer, kv_head;
-  int32_t row_class;
+  int32_t row_class = codes.class_of_head[layer * view.num_kv_heads + kv_head];
 
-  __device__ __forceinline__ TiersPlace(const DeviceStoreView& of_view, const TiersCodes& of_codes,
-                                        int32_t of_slot, int32_t of_layer, int32_t of_head)
-      : view(of_view),
-        codes(of_codes),
-        slot(of_slot),
-        layer(of_layer),
-        kv_head(of_head),
-        row_class(codes.class_of_head[of_layer * view.num_kv_heads + of_head]) {}
   __device__ __forceinline__ const RowClass& of_class() const { return codes.classes[row_class]; }
   __device__ __forceinline__ TiersRow* state() const {
     return reinterpret_cast<TiersRow*>(view.slots.state(slot, layer) +
@@ -106,14 +101,6 @@ __device__ __forceinline__ SideCounts& target_of(const TiersCall& c, int32_t row
   const int32_t entry = row / c.view.num_kv_heads;
   return c.counts
       .target[c.view.counts_row(c.works.entry(entry)) + row - entry * c.view.num_kv_heads];
-}
-__device__ __forceinline__ SideCounts units_of(const RowClass& row_class, const TiersRow& row) {
-  SideCounts units;
-#pragma unroll
-  for (int32_t side = 0; side < 2; ++side) {
-    units.of[side] = page_units(row.tokens[side], row_class.layout[side].tokens);
-  }
-  return units;
 }
 // ---- maps ----
 

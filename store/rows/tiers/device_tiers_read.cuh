@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   wait_for_previous_kernel();
   const int32_t row = warp_of_grid(), layer = layers.first + row / view.num_kv_heads;
   if (layer >= layers.end) return;
-  const TiersPlace at(view, codes, slot, layer, row % view.num_kv_heads);
+  const TiersPlace at = {view, codes, slot, layer, row % view.num_kv_heads};
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
     clear_rest(at, side, at.state()->tokens[side], kTileTokens);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   wait_for_previous_kernel();
   const int32_t kv_head = warp_of_grid();
   if (kv_head >= r.view.num_kv_heads) return;
-  const TiersPlace at(r.view, r.codes, r.slot, r.layer, kv_head);
+  const TiersPlace at = {r.view, r.codes, r.slot, r.layer, kv_head};
   const uint8_t* map = at.map();
   SideTokens before;
 #pragma unroll 1
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   const int32_t warp = warp_of_grid(), i = warp / r.view.num_kv_heads;
   if (i >= r.range.count()) return;
   const int32_t position = r.range.first + i, head_dim = r.view.head_dim;
-  const TiersPlace at(r.view, r.codes, r.slot, r.layer, warp - i * r.view.num_kv_heads);
+  const TiersPlace at = {r.view, r.codes, r.slot, r.layer, warp - i * r.view.num_kv_heads};
   const uint8_t* map = at.map();
   const BodyTier tier = tier_at(map, position);
   const int32_t side = side_of(tier);

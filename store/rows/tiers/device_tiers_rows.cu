@@ -12,10 +12,6 @@
 namespace tierkv::store {
 namespace {
 
-uint32_t ctas_of(int64_t warps) {
-  return static_cast<uint32_t>((warps + kTiersWarps - 1) / kTiersWarps);
-}
-
 class DeviceTiersRows final : public DeviceRowFormat {
  public:
   DeviceTiersRows(const StoreConfig& config, const TiersRows& rows)
@@ -34,10 +30,6 @@ class DeviceTiersRows final : public DeviceRowFormat {
   Status check_imported(std::span<const HostLayer> layers, const LayerTokens* counts,
                         int32_t* fault) override;
 
-  // Bodies are cut at any token, so that nothing goes back to the ring.
-  Status restore(const LayerMove&, Positions) override {
-    return Status(StatusCode::kInvalidArgument, "restore: tiers are cut at every token");
-  }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status cut(const DeviceWorks& works, const PageCopy* copies) override;
 
@@ -118,7 +110,8 @@ template <class Kernel, class Call>
 Status DeviceTiersRows::launch(Kernel kernel, int64_t warps, const Call& call, const char* what,
                                size_t shared_bytes) const {
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
-  return launch_after_previous(kernel, ctas_of(warps), kTiersThreads, shared_bytes, stream_, call)
+  return launch_after_previous(kernel, ctas_for(warps, kTiersWarps), kTiersThreads, shared_bytes,
+                               stream_, call)
       .with_context(what);
 }
 
@@ -167,8 +160,8 @@ Status DeviceTiersRows::check_imported(std::span<const HostLayer> layers, const 
   const Positions of_slot = {0, config_.layout.num_layers};
   if (layers.back().layer + 1 < of_slot.end) return Status::ok();
   const int64_t rows = int64_t{of_slot.end} * config_.layout.num_kv_heads;
-  return launch_after_previous(clear_behind_kernel, ctas_of(rows), kTiersThreads, 0, stream_, view_,
-                               codes_, layers[0].slot, of_slot)
+  return launch_after_previous(clear_behind_kernel, ctas_for(rows, kTiersWarps), kTiersThreads, 0,
+                               stream_, view_, codes_, layers[0].slot, of_slot)
       .with_context("tiers that came in");
 }
 

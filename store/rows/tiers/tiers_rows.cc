@@ -51,15 +51,6 @@ TiersRow TiersRows::counts_before(const HostLayer& layer, int32_t kv_head, int32
   return row;
 }
 
-SideCounts TiersRows::units_of(int32_t layer, int32_t kv_head, const TiersRow& row) const {
-  const RowClass& c = row_class(layer, kv_head);
-  SideCounts units;
-  for (int32_t side = 0; side < 2; ++side) {
-    units.of[side] = page_units(row.tokens[side], c.layout[side].tokens);
-  }
-  return units;
-}
-
 HostPage TiersRows::page_at(const RowClass& c, int32_t side, uint8_t* bytes) const {
   return {bytes, c.layout[side], DType::kFloat16, {c.rule[side][0], c.rule[side][1]}};
 }
@@ -115,20 +106,10 @@ void TiersRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int
   }
 }
 
-void TiersRows::read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
-                             RawScore* scores) const {
-  const uint8_t* map = map_of(layer, kv_head);
-  for (int32_t p = first; p < end; ++p) {
-    const BodyTier tier = tier_at(map, p);
-    scores[p - first] = {bits_float(static_cast<uint32_t>(tier)),
-                         is_kept(tier) ? RawScore::kDecided : RawScore::kPruned};
-  }
-}
-
 std::vector<SideCounts> TiersRows::cut_counts(const HostLayer& layer, int32_t body_end) const {
   std::vector<SideCounts> counts;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-    counts.push_back(units_of(layer.layer, h, counts_before(layer, h, body_end)));
+    counts.push_back(units_of(row_class(layer.layer, h), counts_before(layer, h, body_end)));
   }
   return counts;
 }
@@ -243,7 +224,7 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan(const std::vector<BodyWork>& w
         return s.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
                               std::to_string(h));
       }
-      layer.tokens.push_back(units_of(work.layer.layer, h, draft.row));
+      layer.tokens.push_back(units_of(row_class(work.layer.layer, h), draft.row));
       plan->rows.push_back(std::move(draft));
     }
     plan->layers.push_back(std::move(layer));
@@ -276,15 +257,22 @@ void TiersRows::write_side(const HostLayer& layer, int32_t kv_head, int32_t side
   }
 }
 
-void TiersRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
-  const auto& tiers = static_cast<const TiersPlan&>(plan);
-  for (size_t i = 0; i < tiers.rows.size(); ++i) {
-    const HostLayer& layer = layers[i / shape_.num_kv_heads];
-    const auto h = static_cast<int32_t>(i % shape_.num_kv_heads);
-    const RowDraft& draft = tiers.rows[i];
-    for (int32_t side = 0; side < 2; ++side) write_side(layer, h, side, draft.sides[side]);
-    write_state(layer, h, draft);
+PageRanges TiersRows::place(const HostLayer& layer, const BodyPlan& plan, size_t work) {
+  const RowDraft* drafts =
+      static_cast<const TiersPlan&>(plan).rows.data() + work * shape_.num_kv_heads;
+  PageRanges ranges;
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    for (int32_t side = 0; side < 2; ++side) {
+      const StagedSide& staged = drafts[h].sides[side];
+      if (staged.tiles != nullptr) {
+        place_side(layer, h, side, staged, &ranges);
+      } else {
+        write_side(layer, h, side, staged);
+      }
+    }
+    write_state(layer, h, drafts[h]);
   }
+  return ranges;
 }
 
 void TiersRows::write_state(const HostLayer& layer, int32_t kv_head, const RowDraft& draft) const {

@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Body tokens at fixed widths by importance, in host memory: the reference of its kernels.
-//
-// The policy is "once": a token's tier is decided when it leaves the window and never changes.
-// Pages hold neither scores nor positions; a map of 2 bits a token (tiers_shape.h) serves reads,
-// truncation and export. The body grows token by token, so truncation never takes a compressed
-// token back into the ring.
+// store/ENGINE.md, "Tiers", has the laws; tiers_shape.h where the state lies.
 #pragma once
 
 #include <memory>
@@ -17,9 +13,6 @@
 
 namespace tierkv::store {
 
-// kInvalidArgument, kUnsupported with the field of the format.
-Result<std::unique_ptr<RowFormat>> make_tiers_rows(const StoreConfig& config);
-
 struct alignas(kPageAlignment) StagedBlock {
   uint8_t bytes[kPageAlignment] = {};
 };
@@ -27,18 +20,16 @@ struct alignas(kPageAlignment) StagedBlock {
 class TiersRows final : public RowFormat {
  public:
   explicit TiersRows(const StoreConfig& config) : config_(config) {}
-  // Pages, classes and bases. kInvalidArgument, kUnsupported.
+  // Pages, classes and bases. kInvalidArgument, kUnsupported with the field of the format.
   Status prepare();
 
   const FormatSizes& sizes() const override { return sizes_; }
   void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
-  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
+  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
-  void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
-                    RawScore* scores) const override;
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
   void cut(const HostLayer& layer, int32_t body_end) override;
   int64_t nominal_bytes(const HostLayer& layer) const override;
@@ -46,7 +37,6 @@ class TiersRows final : public RowFormat {
   int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
   ExportedBody export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override;
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override;
   void clear_behind(const HostLayer& layer) override;
 
   // For the same rows in device memory: what prepare() made.
@@ -103,7 +93,6 @@ class TiersRows final : public RowFormat {
   int32_t body_first(const LayerTokens& at) const { return most(at.body_end, config_.sink_tokens); }
   // Tokens of positions before `end`, by side.
   TiersRow counts_before(const HostLayer& layer, int32_t kv_head, int32_t end) const;
-  SideCounts units_of(int32_t layer, int32_t kv_head, const TiersRow& row) const;
   // The run that begins at token `token` of a side and has at most `count` tokens.
   PageRun page_run(const HostLayer& layer, int32_t kv_head, int32_t side, int32_t token,
                    int32_t count) const;
@@ -111,7 +100,6 @@ class TiersRows final : public RowFormat {
   void clear_slots(const HostLayer& layer, int32_t kv_head, int32_t side, int32_t token,
                    int32_t end) const;
   HostPage page_at(const RowClass& row_class, int32_t side, uint8_t* bytes) const;
-  // A row that goes on behind `row`.
   RowDraft draft_behind(const TiersRow& row, int32_t position) const;
   // The run of `count` more tokens of a side behind those that are staged, or of as many as its
   // page holds.
@@ -122,7 +110,6 @@ class TiersRows final : public RowFormat {
                   const StagedSide& staged) const;
   void write_state(const HostLayer& layer, int32_t kv_head, const RowDraft& draft) const;
 
-  // tiers_transfer.cc
   void place_side(const HostLayer& layer, int32_t kv_head, int32_t side, const StagedSide& staged,
                   PageRanges* ranges) const;
   Status import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
-#include <utility>
 
 #include "codec/format/errors.h"
 #include "codec/policy/profile.h"
@@ -166,12 +165,6 @@ Status TiersRows::prepare() {
              worst_case_pages(config_.max_tokens, c.layout[0].tokens, c.layout[1].tokens));
   }
   return Status::ok();
-}
-
-Result<std::unique_ptr<RowFormat>> make_tiers_rows(const StoreConfig& config) {
-  auto rows = std::make_unique<TiersRows>(config);
-  if (Status s = rows->prepare(); !s) return s;
-  return std::unique_ptr<RowFormat>(std::move(rows));
 }
 
 }  // namespace tierkv::store

@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the state of tiers lies, and how a token's tier is decided: what host and device share.
-//
-// A table row is a kv_head. Its side 0 holds the tokens of the high tier, side 1 those of the low
-// one, each in order of positions. The allocator counts pages only: a full page as 2, one with room
-// as 1, because the pages of classes hold different numbers of tokens.
+// store/ENGINE.md, "Tiers", has the laws.
 //
 // The state of a (sequence, layer) is, for each kv_head, a TiersRow and then its map: 2 bits for
-// each position, the first in the lowest bits. A token's place follows from the map: it is the n-th
-// of its tier, n being the tokens of this tier before it.
+// each position, the first in the lowest bits.
 #pragma once
 
 #include <cstdint>
 
 #include "codec/format/page_layout.h"
+#include "codec/format/rotation.h"
 #include "store/place/raw_tokens.h"
 #include "store/rows/log_mean.h"
+#include "tierkv/allocator.h"
 #include "tierkv/half.h"
 
 namespace tierkv::store {
@@ -86,6 +84,23 @@ struct RowClass {
   Alphas alphas;
 };
 
+// What the allocator counts of a row.
+TKV_HD SideCounts units_of(const RowClass& row_class, const TiersRow& row) {
+  return {{page_units(row.tokens[0], row_class.layout[0].tokens),
+           page_units(row.tokens[1], row_class.layout[1].tokens)}};
+}
+
+// What kernels know of a format.
+struct TiersCodes {
+  static constexpr int32_t kMostClasses = 5;  // four of the format, and raw
+  TiersShape shape;
+  RowClass classes[kMostClasses];
+  const uint8_t* class_of_head = nullptr;  // device [num_layers * num_kv_heads]
+  Rotation rotation[3];                    // by component; the last one is off
+  // Device [num_layers * num_kv_heads, head_dim], taken off keys; null: none.
+  const float* key_means = nullptr;
+};
+
 // The tier of the token at `position`, which leaves the window. u is i * significance, i from 1, by
 // the queries of the first chunk; what later queries saw is taken against the row's geometric mean,
 // this token included. A token that nobody has seen is neutral, which is 1.
@@ -94,6 +109,7 @@ TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t p
   double u = 1;
   switch (known.kind) {
     case ImportanceKind::kUnknown:
+    case ImportanceKind::kDecided:  // no tier goes back to the ring
       break;
     case ImportanceKind::kPrompt:
       u = static_cast<double>(position + 1) * static_cast<double>(known.value);
@@ -101,10 +117,6 @@ TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t p
     case ImportanceKind::kSeen:
       u = is_averaged(known) ? double_div(static_cast<double>(known.value), mean.value()) : 0.0;
       break;
-    case ImportanceKind::kDecided:
-      return known.bits == static_cast<uint32_t>(BodyTier::kLow) ? BodyTier::kLow : BodyTier::kHigh;
-    case ImportanceKind::kPruned:
-      return BodyTier::kPruned;
   }
   return u >= alphas.high ? BodyTier::kHigh : u < alphas.low ? BodyTier::kPruned : BodyTier::kLow;
 }

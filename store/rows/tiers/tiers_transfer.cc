@@ -166,16 +166,6 @@ void TiersRows::place_side(const HostLayer& layer, int32_t kv_head, int32_t side
   }
 }
 
-PageRanges TiersRows::place_import(const HostLayer& layer, const BodyPlan& plan) {
-  PageRanges ranges;
-  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-    const RowDraft& draft = static_cast<const TiersPlan&>(plan).rows[h];
-    for (int32_t side = 0; side < 2; ++side) place_side(layer, h, side, draft.sides[side], &ranges);
-    write_state(layer, h, draft);
-  }
-  return ranges;
-}
-
 void TiersRows::clear_behind(const HostLayer& layer) {
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     for (int32_t side = 0; side < 2; ++side) {
@@ -195,7 +185,7 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const ImportWork& work)
       return row.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
                               std::to_string(h));
     }
-    layer.tokens.push_back(units_of(work.layer.layer, h, draft.row));
+    layer.tokens.push_back(units_of(row_class(work.layer.layer, h), draft.row));
   }
   plan->layers.push_back(std::move(layer));
   return std::unique_ptr<BodyPlan>(std::move(plan));

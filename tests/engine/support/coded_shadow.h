@@ -27,8 +27,8 @@ class Shadowed final : public RowFormat {
  public:
   Shadowed(const StoreConfig& config, std::mt19937* rng, Seen* seen)
       : config_(config), rng_(rng), seen_(seen) {
-    inner_ = std::move(*make_coded_rows(config));
-    other_ = std::move(*make_coded_rows(config));
+    inner_ = std::move(*make_row_format(config));
+    other_ = std::move(*make_row_format(config));
     coded_ = static_cast<CodedRows*>(inner_.get());
     device_ = std::make_unique<DeviceCodedRows>(config, static_cast<CodedRows*>(other_.get()));
     if ((*rng)() % 2 == 0) device_->set_staging_bytes(1);
@@ -126,7 +126,8 @@ class Shadowed final : public RowFormat {
     // A captured step, which knows bounds alone.
     DeviceWorks& of_device = call_->works;
     cuts_ = device_->may_rewrite(of_device);
-    is_captured_ = !cuts_ && (*rng_)() % 2 == 0 && device_->require_capturable(of_device);
+    is_captured_ = !cuts_ && of_device.most_leaving <= kBlockTokens && (*rng_)() % 2 == 0 &&
+                   device_->require_capturable(of_device);
     if (is_captured_) of_device.moves = nullptr, ++seen_->captured;
     const Status planned = device_->plan(of_device, {call_->kept.data(), call_->target.data()});
     Result<std::unique_ptr<BodyPlan>> plan = inner_->plan(works);
@@ -141,12 +142,17 @@ class Shadowed final : public RowFormat {
     works_ = works;
     return plan;
   }
-  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override {
-    std::vector<PageCopy> copies;
-    copy_->take_pages(call_->batch, call_->kept, call_->target, cuts_, &copies);
-    const Status written = device_->write(call_->works, copies.empty() ? nullptr : copies.data());
-    EXPECT_TRUE(written) << written.message();
-    inner_->write(layers, plan);
+  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override {
+    if (work == 0) {
+      std::vector<PageCopy> copies;
+      copy_->take_pages(call_->batch, call_->kept, call_->target, cuts_, &copies);
+      const Status written = device_->write(call_->works, copies.empty() ? nullptr : copies.data());
+      EXPECT_TRUE(written) << written.message();
+    }
+    return inner_->place(layer, plan, work);
+  }
+  void finish(const BodyPlan& plan) override {
+    inner_->finish(plan);
     for (const BodyWork& work : works_) {
       compare(work);
       body_ends_[{work.layer.slot, work.layer.layer}] = work.body_end;
@@ -223,10 +229,6 @@ class Shadowed final : public RowFormat {
   Result<std::unique_ptr<BodyPlan>> plan_import(const ImportWork& work) override {
     return inner_->plan_import(work);
   }
-  PageRanges place_import(const HostLayer& layer, const BodyPlan& plan) override {
-    return inner_->place_import(layer, plan);
-  }
-  void finish_import(const BodyPlan& plan) override { inner_->finish_import(plan); }
 
  private:
   static uint16_t rounded(DType dtype, float x) {
@@ -324,9 +326,8 @@ struct ShadowedStore {
     auto format = std::make_unique<Shadowed>(config, rng, seen);
     rows = format.get();
     auto place = HostPlace::make(config, std::move(format));
-    const TokenLaws laws = (*place)->laws();
     rows->begin(place->get());
-    engine = Engine::make(config, laws, std::move(*place));
+    engine = Engine::make(config, std::move(*place));
   }
   Result<SequenceId> add() {
     const Result<SequenceId> id = engine->add_sequence();

@@ -56,7 +56,6 @@ void RowsTwin::set_works(const std::vector<int32_t>& places, Positions layers,
       to.push_back(after(live_[i].at));
       moves_.push_back({slots_.back(), l, from.back(), to.back()});
       works_.most_leaving = most(works_.most_leaving, to.back().body_end - from.back().body_end);
-      works_.most_tokens = most(works_.most_tokens, to.back().tokens);
     }
   }
   works_.slots = slot_array_.assign(slots_);

@@ -118,7 +118,7 @@ OpenStore::OpenStore(const StoreConfig& config) {
   auto made = store::HostPlace::make(config, std::move(*format));
   EXPECT_TRUE(made) << made.status().message();
   place = made->get();
-  engine = store::Engine::make(config, place->laws(), std::move(*made));
+  engine = store::Engine::make(config, std::move(*made));
 }
 
 StoreWorld::StoreWorld(const StoreConfig& config, uint32_t seed)

@@ -1,11 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a page operation: counts of its works become valid, and the host learns the free
-// pages.
+// What kernels tell: the first failure, which stays until the host takes it; and, at the end of a
+// page operation, counts that become valid and the free pages.
 #pragma once
 
-#include "store/place/device/device_fault.cuh"
+#include "gpu/math.cuh"
+#include "store/rows/device_row_format.h"
 
 namespace tierkv::store {
+
+__device__ __forceinline__ void report_fault(DeviceFault* fault, const DeviceFault& what) {
+  auto* status = reinterpret_cast<int32_t*>(&fault->status);
+  if (atomicCAS(status, 0, static_cast<int32_t>(what.status)) != 0) return;
+  fault->slot = what.slot;
+  fault->layer = what.layer;
+  fault->kv_head = what.kv_head;
+}
 
 // By all threads of a grid of one dimension, whose kernel has waited for the one before.
 __device__ __forceinline__ void commit(const DeviceWorks& works) {
