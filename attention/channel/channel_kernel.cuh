@@ -245,10 +245,10 @@ class ChannelCta {
     }
     const int64_t place = columns.place(pass_row(item().row, pass), column);
     if (place < 0) return;
-    sum.write_joined({p_.out + place * kHeadDim + dim,
-                      p_.lse == nullptr || dim != 0 ? nullptr : p_.lse + place, p_.is_bfloat16,
-                      -INFINITY},
-                     p_.prior, place, columns.head(pass_row(item().row, pass), column));
+    sum.write_joined(
+        {p_.out + place * kHeadDim + dim, p_.lse == nullptr || dim != 0 ? nullptr : p_.lse + place,
+         p_.is_bfloat16, -INFINITY},
+        p_.prior, place, columns.head(pass_row(item().row, pass), column));
   }
 
   const ChannelLaunch<Cache>& p_;

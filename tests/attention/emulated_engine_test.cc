@@ -217,8 +217,10 @@ TEST_F(EmulatedEngine, OutputsAreJoinedWithWhatIsThere) {
       }
       ASSERT_NEAR(e.lse[at], std::log(all), 1e-5);
       for (int32_t d = 0; d < head_dim; ++d) {
-        const double of_body = e.value(body, out + d), of_prior = raw_to_float(dtype, there[out + d]);
-        const double bound = (std::abs(of_body) + std::abs(of_prior)) * (2 * rounding + 1e-5) + 1e-7;
+        const double of_body = e.value(body, out + d),
+                     of_prior = raw_to_float(dtype, there[out + d]);
+        const double bound =
+            (std::abs(of_body) + std::abs(of_prior)) * (2 * rounding + 1e-5) + 1e-7;
         ASSERT_NEAR(e.value(e.out, out + d), (a * of_body + b * of_prior) / all, bound) << d;
       }
     });

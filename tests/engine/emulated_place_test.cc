@@ -286,8 +286,8 @@ void expect_attends(int32_t round) {
   EXPECT_EQ(w.fault.status, StatusCode::kOk);
 
   // Scores: products of fp16 inputs summed in fp32 by steps that cut off at 2^-23, |q| <= 1 and
-  // |k| < 64: 1e-3. Outputs: probabilities of fp16 (2^-11), the result in the type of out; a score's
-  // error e moves an output by 2 e max|v|.
+  // |k| < 64: 1e-3. Outputs: probabilities of fp16 (2^-11), the result in the type of out; a
+  // score's error e moves an output by 2 e max|v|.
   const int32_t heads = w.kv_heads * group;
   for (int32_t i = 0; i < w.sequences; ++i) {
     for (int32_t h = 0; h < w.kv_heads; ++h) {
@@ -344,8 +344,7 @@ void expect_attends(int32_t round) {
     }
   }
   a.call.lse = a.whole_lse.data();
-  emulate(w.sequences * w.kv_heads, 1, kAttendThreads,
-          [&] { raw_count_kernel<kHeadDim>(a.call); });
+  emulate(w.sequences * w.kv_heads, 1, kAttendThreads, [&] { raw_count_kernel<kHeadDim>(a.call); });
   for (int32_t i = 0; i < w.sequences; ++i) {
     for (int32_t h = 0; h < w.kv_heads; ++h) {
       for (int32_t p = ring_first(w.laws, at[i]); p < at[i].tokens; ++p) {

@@ -271,8 +271,7 @@ struct RawAttend : RawWarp<kHeadDim> {
       sum.join(even_parts(&shared.states[0][in_round], &shared.out[0][in_round][dim], kRawColumns,
                           kRawColumns * shared.kStride, kAttendWarps));
       sum.write({c.out + line * kHeadDim + dim,
-                 c.lse == nullptr || dim != 0 ? nullptr : c.lse + line,
-                 c.dtype == DType::kBFloat16,
+                 c.lse == nullptr || dim != 0 ? nullptr : c.lse + line, c.dtype == DType::kBFloat16,
                  c.sinks == nullptr ? -INFINITY : c.sinks[r.kv_head * c.group + column.head]});
     }
   }

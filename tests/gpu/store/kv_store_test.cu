@@ -310,8 +310,8 @@ class KvStorePages : public RandomTest {
     choice.memory_bytes = 0;
     choice.max_sequences = 8;
     choice.max_tokens = 2000;
-    // Workspaces differ by format and device: two MiB more than the least that works.
-    for (bool fits = false; !fits; choice.memory_bytes += 1 << 20) {
+    // Workspaces differ by format and device: a MiB more than the least that works.
+    for (bool fits = false; !fits; choice.memory_bytes += 1 << 17) {
       choice.memory_bytes = std::max<int64_t>(choice.memory_bytes, 4 << 20);
       const auto made = KvStore::create_device(twin_config(choice), nullptr);
       fits = made.is_ok();
