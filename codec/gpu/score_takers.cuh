@@ -170,6 +170,23 @@ struct LseTaker {
         if (key > last[sub][i % 4 / 2]) scores[i] = -INFINITY;
       }
     }
+    // Sums are relative to a score that was seen, as long as they do not grow far beyond it.
+    // Without one, or with a NaN, they are not below the bound.
+    constexpr float kMostSum = 0x1p64f;
+    float total[2] = {sum[sub][0], sum[sub][1]};
+#pragma unroll
+    for (int32_t i = 0; i < kScoresPerThread; ++i) {
+      const int32_t r = i % 4 / 2;
+      total[r] += exp2_approx(__fmaf_rn(scores[i], scale, -top[sub][r] * scale));
+    }
+    if (total[0] < kMostSum && total[1] < kMostSum) {
+      sum[sub][0] = total[0], sum[sub][1] = total[1];
+    } else {
+      move_top(sub, scores);
+    }
+  }
+  // The same relative to the largest score so far.
+  __device__ __forceinline__ void move_top(int32_t sub, const float (&scores)[kScoresPerThread]) {
 #pragma unroll
     for (int32_t r = 0; r < 2; ++r) {
       float highest = top[sub][r];
