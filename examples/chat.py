@@ -6,7 +6,7 @@
     python examples/chat.py --model ... --say "What is a cache?" "And a compressed one?"
 
 The folder or name is one that transformers can load: Llama, Mistral, Qwen2 or Qwen3. Without a profile the cache takes about
-40 % more. On a CPU an answer can take minutes: attention is a plain loop there."""
+half as much again. On a CPU an answer can take minutes: attention is a plain loop there."""
 import argparse
 
 import torch

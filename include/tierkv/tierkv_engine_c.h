@@ -11,7 +11,7 @@
  *   if (tkv_engine_create(&config, &engine, &error) != TKV_OK) puts(error.message);
  *
  * Once a layer: tkv_engine_encode. Once a step: tkv_engine_plan; then tkv_engine_attend for every
- * layer. All pointers are device memory, also those of a stream (a cudaStream_t); no call
+ * layer. All arrays are device memory; structs are host memory, a stream is a cudaStream_t; no call
  * allocates, synchronises or reads device memory on the host, so all but tkv_engine_create can be
  * captured in a CUDA graph. The functions that end in _host take host memory and need no GPU; they
  * are the reference. The rules of tierkv_c.h hold.
