@@ -19,13 +19,15 @@ __device__ __forceinline__ void touch_parameters(const Params& params, int32_t w
   asm volatile("" ::"r"(word));
 }
 
-// Until all kernels before this one in the stream have finished and their writes are visible.
+// Until the kernel before this one has finished and its writes are visible; and, as each kernel
+// waits in some CTA before it ends, all before that one.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if TKV_BULK_COPY
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next kernel may take the room this one leaves; it waits for its end before it reads anything.
+// The next kernel may take the room this one leaves. It waits for its end before it reads what this
+// one writes.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if TKV_BULK_COPY
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

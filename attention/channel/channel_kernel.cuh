@@ -245,10 +245,9 @@ class ChannelCta {
     }
     const int64_t place = columns.place(pass_row(item().row, pass), column);
     if (place < 0) return;
-    sum.write_joined(
-        {p_.out + place * kHeadDim + dim, p_.lse == nullptr || dim != 0 ? nullptr : p_.lse + place,
-         p_.is_bfloat16, -INFINITY},
-        p_.prior, place, columns.head(pass_row(item().row, pass), column));
+    sum.write_joined({p_.out + place * kHeadDim + dim,
+                      p_.lse == nullptr || dim != 0 ? nullptr : p_.lse + place, p_.is_bfloat16},
+                     p_.prior, place, columns.head(pass_row(item().row, pass), column));
   }
 
   const ChannelLaunch<Cache>& p_;
@@ -340,10 +339,9 @@ inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
   PartsJoin<kChannelJoinDims, kJoinedAtOnce, true> sum(p.head_dim - dim);
   sum.join(even_parts(p.states + first, p.parts + first * p.head_dim + dim, all_columns,
                       all_columns * p.head_dim, p.splits));
-  sum.write_joined(
-      {p.out + place * p.head_dim + dim, p.lse == nullptr || dim != 0 ? nullptr : p.lse + place,
-       p.is_bfloat16, -INFINITY},
-      p.prior, place, columns.head(pass_row, of_pass));
+  sum.write_joined({p.out + place * p.head_dim + dim,
+                    p.lse == nullptr || dim != 0 ? nullptr : p.lse + place, p.is_bfloat16},
+                   p.prior, place, columns.head(pass_row, of_pass));
 }
 
 // num_items > 0; joins: rows may have several.

@@ -63,7 +63,7 @@ struct JoinTask {
     const int64_t place = params.queries.place(row, params.first_column + column);
     join.write_joined({static_cast<uint16_t*>(call.out) + place * call.head_dim + dim,
                        call.lse == nullptr || dim != 0 ? nullptr : call.lse + place,
-                       call.dtype == DType::kBFloat16, -INFINITY},
+                       call.dtype == DType::kBFloat16},
                       call.prior, place, params.queries.head(row, params.first_column + column));
     if (column != 0 || dim != 0 || !is_first_lane()) return;
     call.row_status[row] = is_corrupt ? StatusCode::kCorrupt : StatusCode::kOk;

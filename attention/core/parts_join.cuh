@@ -93,7 +93,7 @@ class PartsJoin {
     uint16_t* slice;
     float* lse;
     bool is_bfloat16;
-    float sink;
+    float sink = -INFINITY;
   };
   __device__ __forceinline__ void write(const Output& to) const {
     const FinishedState finished = finish(state_, to.sink);
@@ -104,7 +104,7 @@ class PartsJoin {
     *reinterpret_cast<uint2*>(to.slice + first_dim()) =
         uint2{pack_outputs(x.x, x.y, to.is_bfloat16), pack_outputs(x.z, x.w, to.is_bfloat16)};
   }
-  // The vector at `place` of the outputs, joined with what is there. to.sink is not read.
+  // The vector at `place` of the outputs, joined with what is there. to.sink is prior's.
   __device__ __forceinline__ void write_joined(Output to, const PriorAttention& prior,
                                                int64_t place, int32_t q_head) {
     if (prior.lse != nullptr) add(state_of_lse(prior.lse[place]), to.slice, to.is_bfloat16);

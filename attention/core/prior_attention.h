@@ -13,9 +13,11 @@ namespace tierkv {
 // memory, apart from where the joined log-sum-exps go.
 struct PriorAttention {
   const float* lse = nullptr;    // natural, one a query and head; null: there is none
-  const float* sinks = nullptr;  // learned, [num_q_heads], that it lacks; null: there are none
+  const float* sinks = nullptr;  // with lse: learned, [num_q_heads], that it lacks; or null
 
-  TKV_HD float sink(int32_t q_head) const { return sinks == nullptr ? -INFINITY : sinks[q_head]; }
+  TKV_HD float sink(int32_t q_head) const {
+    return lse == nullptr || sinks == nullptr ? -INFINITY : sinks[q_head];
+  }
 };
 
 }  // namespace tierkv

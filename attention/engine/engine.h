@@ -89,8 +89,9 @@ struct EngineQueries {
   float* lse = nullptr;
   // What `out` holds of the same queries, by packed vectors.
   PriorAttention prior;
-  // What was enqueued before packing began when all work before that had ended, and writes neither
-  // q nor what attention reads before it waits: packing and attention need not wait for it.
+  // The kernel in front of packing lets it start only when all work before that kernel has ended,
+  // and writes neither q nor what attention reads before it waits. Packing then begins without a
+  // wait, and waits before its end.
   bool is_settled = false;
   EngineStrides q_strides, out_strides, lse_strides;
   void* packed_q = nullptr;
@@ -125,7 +126,8 @@ struct EngineQueries {
 // Fields of a validated call; what is packed is null.
 Result<EngineQueries> engine_queries(const EngineConfig& config, const EngineAttend& call);
 // Device memory, one launch each: q to packed_q; packed_out and packed_lse to out and lse. The
-// kernel behind the first may begin at once, and waits for its end before it reads queries.
+// kernel behind the first begins when all work before that one has ended (or, where is_settled, the
+// work that it names), and waits for its end before it reads queries.
 Status pack_queries(const EngineQueries& q, GpuStream stream);
 Status unpack_outputs(const EngineQueries& q, GpuStream stream);
 

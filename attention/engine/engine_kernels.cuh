@@ -118,9 +118,9 @@ __device__ __forceinline__ float join_prior(const EngineQueries& q, const WarpQu
   load_lane_values(to, q.dtype, q.head_dim, y);
 #pragma unroll
   for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
-    float& z = x[i / 4][i % 4];
-    z *= of_body;
-    if (of_prior != 0.0f) z = fmaf(of_prior, y[i / 4][i % 4], z);  // else it may hold anything
+    float& z = x[i / 4][i % 4];  // what has no share may hold anything
+    z = of_body != 0.0f ? of_body * z : 0.0f;
+    if (of_prior != 0.0f) z = fmaf(of_prior, y[i / 4][i % 4], z);
   }
   return finished.lse;
 }

@@ -154,7 +154,7 @@ Status TierPolicy::validate() const {
   if (!std::isfinite(alpha_high) || !std::isfinite(alpha_low) || alpha_low < 0) {
     return invalid("alpha_high and alpha_low must be finite and not negative");
   }
-  if (alpha_low > alpha_high) return invalid("alpha_low is above alpha_high");
+  if (alpha_low > alpha_high) return invalid("alpha_l (alpha_low) is above alpha_h (alpha_high)");
   if (window_tokens < 0) return invalid("window is negative");
   if (sink_tokens < 0) return invalid("sinks is negative");
   return Status::ok();

@@ -179,8 +179,11 @@ class DeviceRowFormat {
   // not call it then.
   virtual Status write(const DeviceWorks& works, const PageCopy* copies) = 0;
 
-  // Attention over the bodies of a layer, joined with what `out` holds (PriorAttention). Bodies lie
-  // before the window, so every query sees all of them.
+  // Attention over the bodies of a layer, joined with what `out` holds (PriorAttention): out and
+  // lse of every row, also of one without a body. Bodies lie before the window, so every query sees
+  // all of them. The kernel in front of the call waits, in all its CTAs, for all work before it and
+  // only then lets the next one start; it writes nothing but out and prior.lse. So kernels that
+  // touch neither may begin before it has ended, if they wait for its end before their own.
   virtual Status attend(const DeviceAttendBody& call) = 0;
   // The range is not empty; nor is that of restore().
   virtual Status read(const DeviceRead& call) = 0;

@@ -168,6 +168,7 @@ TEST_F(EmulatedEngine, OutputsAreJoinedWithWhatIsThere) {
     };
     std::vector<uint16_t> packed;
     std::vector<float> lse, prior_lse, sinks;
+    float* no_lse = nullptr;
     for (int64_t i = 0; i < q.vectors(); ++i) {
       lse.push_back(random_lse()), prior_lse.push_back(random_lse());
       for (int32_t d = 0; d < head_dim; ++d) {
@@ -205,14 +206,24 @@ TEST_F(EmulatedEngine, OutputsAreJoinedWithWhatIsThere) {
     // What has no tokens may hold anything.
     for_each_vector([&](int64_t i, int32_t, int64_t out, int64_t) {
       if (prior_lse[i] == -INFINITY) std::fill_n(e.out.begin() + out, head_dim, uint16_t{0x7fff});
+      if (lse[i] == -INFINITY)
+        std::fill_n(packed.begin() + i * head_dim, head_dim, uint16_t{0x7fff});
     });
+    const std::vector<uint16_t> before = e.out;
     run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+    // The same outputs where nobody wants log-sum-exps.
+    const std::vector<uint16_t> joined = e.out;
+    e.out = before;
+    std::swap(q.lse, no_lse);
+    run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+    EXPECT_EQ(e.out, joined);
     const double rounding = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;  // of either result
     for_each_vector([&](int64_t i, int32_t head, int64_t out, int64_t at) {
       const double a = std::exp(double{body_lse[at]}), b = std::exp(double{prior_lse[i]});
       const double all = a + b + std::exp(double{q.prior.sink(head)});
       if (all == 0) {
         EXPECT_EQ(e.lse[at], -INFINITY);
+        for (int32_t d = 0; d < head_dim; ++d) ASSERT_EQ(e.value(e.out, out + d), 0) << d;
         return;
       }
       ASSERT_NEAR(e.lse[at], std::log(all), 1e-5);

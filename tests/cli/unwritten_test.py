@@ -53,6 +53,18 @@ class Unwritten(CliTest):
                 self.assertIn("No space left on device", r.stderr, where)
                 self.assertEqual(r.stdout, "", where)
 
+    def test_a_limit_of_file_sizes(self):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+        for command in (("compress", "--preset", "k8v4", SAMPLE, self.out), ("decompress", self.tkv, self.out),
+                        ("synth", "-o", self.out, "--tokens", 500)):
+            r = subprocess.run([TIERKV, *map(str, command), "--force"], capture_output=True, text=True, timeout=300,
+                               preexec_fn=limit)
+            self.assertEqual(r.returncode, 3, f"{command}: {r.stderr}")
+            self.assertIn("File too large", r.stderr, command)
+            self.expect_untouched(command)
+
     def interrupted(self, command, number, where):
         """The exit code of a command that is sent the signal as soon as it has begun a file."""
         p = subprocess.Popen([TIERKV, *map(str, command), "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

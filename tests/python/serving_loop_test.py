@@ -279,6 +279,7 @@ class Accounts(unittest.TestCase):
         for name, part in {
                 "void tierkv::coded_attention_kernel<128, tierkv::Traits<1> >(tierkv::CodedAttendCall)": "attention",
                 "tierkv::store::raw_attend_kernel(tierkv::store::RawAttendCall)": "attention",
+                "tierkv::store::raw_count_kernel(tierkv::store::RawAttendCall)": "attention",
                 "tierkv::join_lse(tierkv::ScoreTask)": "significance",
                 "void tierkv::plan_kernel<2>(tierkv::PlanCall)": "attention",
                 "void tierkv::store::(anonymous namespace)::run_body<tierkv::store::MakeAttentionRows>(tierkv::store::MakeAttentionRows)": "attention",

@@ -187,7 +187,7 @@ Status name_model(const std::vector<datasets::DumpReader>& dumps, const Calibrat
   profile->sm_scale = first.layout.sm_scale;
   if (profile->model_id.empty()) {
     return Status(StatusCode::kInvalidArgument,
-                  first.path + ": has no model_id, which a profile needs; give one");
+                  first.path + ": has no model_id, which a profile needs; give one (--model-id)");
   }
   for (const datasets::DumpReader& dump : dumps) {
     const datasets::DumpInfo& info = dump.info();

@@ -20,7 +20,6 @@ inline constexpr int kExitOk = 0;
 inline constexpr int kExitVerification = 1;
 inline constexpr int kExitUsage = 2;
 inline constexpr int kExitBadInput = 3;
-inline constexpr int kExitNoDevice = 4;
 
 void add_info(CLI::App& app, int* exit_code);
 void add_analyze(CLI::App& app, int* exit_code);

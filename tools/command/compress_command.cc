@@ -80,7 +80,7 @@ int run_compress(const Arguments& args) {
   if (!preset) return report_error(preset.status().message(), kExitUsage);
   options.preset = std::move(preset.value());
   if (options.preset.scheme.prunes()) {
-    std::fprintf(stderr, "tierkv: warning: preset %s prunes tokens (alpha_l > 0), for good.\n",
+    std::fprintf(stderr, "tierkv: warning: preset %s prunes tokens, for good.\n",
                  args.preset.c_str());
   }
   if (const int code = check_output_file(args.output, args.force, {args.input, args.profile});

@@ -38,10 +38,11 @@ void add_layout(const CacheLayout& l, Json* j) {
 }
 
 std::string layout_text(const CacheLayout& l) {
-  return fmt::format(
-      "  {} layers, {} query heads, {} kv heads, head_dim {}, {}, RoPE {} (theta {})\n",
-      l.num_layers, l.num_q_heads, l.num_kv_heads, l.head_dim, dtype_name(l.dtype),
-      l.rope_applied ? "applied" : "not applied", l.rope_theta);
+  const std::string rotation =
+      l.rope_theta > 0 ? fmt::format("theta {}", l.rope_theta) : "rotation unknown";
+  return fmt::format("  {} layers, {} query heads, {} kv heads, head_dim {}, {}, RoPE {} ({})\n",
+                     l.num_layers, l.num_q_heads, l.num_kv_heads, l.head_dim, dtype_name(l.dtype),
+                     l.rope_applied ? "applied" : "not applied", rotation);
 }
 
 Json describe(const datasets::DumpInfo& info) {

@@ -15,11 +15,13 @@ int main(int argc, char** argv) {
   // the system, whose fresh pages cost as much as encoding what is written into them.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  // A file that grows past its limit is a write that fails, with a message and nothing left behind.
+  std::signal(SIGXFSZ, SIG_IGN);
   CLI::App app("tierkv: what compression does to a KV cache");
   app.set_version_flag("--version", TIERKV_VERSION);
   app.require_subcommand(1);
   app.footer(
-      "Exit codes: 0 ok, 1 verification failed, 2 usage, 3 bad input, 4 no suitable device.");
+      "Exit codes: 0 ok, 1 verification failed, 2 usage, 3 bad input.");
   int exit_code = kExitOk;
   add_info(app, &exit_code);
   add_analyze(app, &exit_code);

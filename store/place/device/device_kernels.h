@@ -96,12 +96,15 @@ struct RawAttendCall : RawCall {
   const int32_t* slots = nullptr;   // [count]
   const LayerTokens* at = nullptr;  // [count]
   int32_t group = 0, q_len = 1;
-  const uint16_t* q = nullptr;   // [count, q_len, num_kv_heads * group, head_dim] of dtype
-  uint16_t* out = nullptr;       // likewise
-  float* lse = nullptr;          // likewise without head_dim; may be null where nothing is counted
+  const uint16_t* q = nullptr;  // [count, q_len, num_kv_heads * group, head_dim] of dtype
+  uint16_t* out = nullptr;      // likewise; a count does not use it, nor sinks
+  // Likewise without head_dim, natural. Attention writes that over raw tokens, unless it is null; a
+  // count reads that over all tokens.
+  float* lse = nullptr;
   const float* sinks = nullptr;  // learned, [num_kv_heads * group]; may be null
-  // Scores of the ring's first tiles, for the count; null: that computes them again.
-  // [count * num_kv_heads, kKeptTiles, 16 * kRawColumns]
+  // Scores of the ring's first tiles, from attention to the count, as lanes have them; null: the
+  // count computes them again, as it must for more than kRawColumns columns. 16-byte aligned,
+  // [count * num_kv_heads, kKeptTiles, 16 * kRawColumns].
   float* kept = nullptr;
   float sm_scale = 0;
   DType dtype = DType::kFloat16;

@@ -269,7 +269,7 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   raw.sm_scale = static_cast<float>(config_.layout.sm_scale);
   raw.dtype = call.dtype;
   const auto rows = static_cast<uint32_t>(moves.size() * raw.num_kv_heads);
-  return with_head_dim(raw.raw.head_dim, [&](auto dim) {
+  const Status attended = with_head_dim(raw.raw.head_dim, [&](auto dim) -> Status {
     if (Status s = launch_after_previous(raw_attend_kernel<dim>, rows, kAttendThreads,
                                          sizeof(RawAttendShared<dim>), stream_, raw);
         !s) {
@@ -283,6 +283,8 @@ Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
     return launch_after_previous(raw_count_kernel<dim>, rows, kAttendThreads,
                                  sizeof(RawCountShared), stream_, raw);
   });
+  if (!attended) book_.forget();  // the plan may not have been made
+  return attended;
 }
 
 Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {

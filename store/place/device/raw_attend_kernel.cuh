@@ -183,7 +183,7 @@ struct RawWarp {
     }
   }
 
-  // Tile 0 of a row with sinks is theirs.
+  // Item -1 of a row with sinks is theirs.
   __device__ __forceinline__ void load_item(Component comp, int32_t item,
                                             uint32_t (&x)[kBlocks][4]) {
     if (item < 0) {
@@ -356,7 +356,7 @@ struct RawCount : RawWarp<kHeadDim> {
       for (float& y : seen) y = fmaxf(y, __shfl_xor_sync(kFullWarp, y, lanes));
     }
     if (!counts || sum.count < 0) return;
-    sum.sum = fminf(sum.sum + (t == 0 ? seen[0] : seen[1]), 3.402823466e38f);
+    sum.sum = fminf(sum.sum + (t == 0 ? seen[0] : seen[1]), kMostSum);
     sum.count = least(sum.count + 1, kMostCounted);
     *score = sum;
   }
@@ -401,7 +401,7 @@ struct RawCount : RawWarp<kHeadDim> {
         RawScore sum = *score;
         for (int32_t j = 0; j < c.q_len && sum.count >= 0; ++j) {
           if (position >= position_of(j)) continue;
-          sum.sum = fminf(sum.sum + shared.largest[warp][j][lane], 3.402823466e38f);
+          sum.sum = fminf(sum.sum + shared.largest[warp][j][lane], kMostSum);
           sum.count = least(sum.count + 1, kMostCounted);
         }
         *score = sum;

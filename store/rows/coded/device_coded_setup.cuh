@@ -26,8 +26,8 @@ inline constexpr int32_t kCtasOf = [] {
   if constexpr (requires { Body::kCtas; }) return Body::kCtas;
   return 0;
 }();
-// A Body with is_settled takes nothing from the kernel before it, and writes nothing that that one
-// reads.
+// A Body with is_settled touches nothing that the kernel before it writes, and writes nothing that
+// that one reads; and that kernel has let this one start only when all work before it had ended.
 template <class Body>
 __global__ void __launch_bounds__(Body::kThreads, kCtasOf<Body>)
     run_body(const __grid_constant__ Body body) {
