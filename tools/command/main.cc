@@ -20,8 +20,7 @@ int main(int argc, char** argv) {
   CLI::App app("tierkv: what compression does to a KV cache");
   app.set_version_flag("--version", TIERKV_VERSION);
   app.require_subcommand(1);
-  app.footer(
-      "Exit codes: 0 ok, 1 verification failed, 2 usage, 3 bad input.");
+  app.footer("Exit codes: 0 ok, 1 verification failed, 2 usage, 3 bad input.");
   int exit_code = kExitOk;
   add_info(app, &exit_code);
   add_analyze(app, &exit_code);

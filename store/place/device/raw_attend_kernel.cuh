@@ -429,8 +429,10 @@ template <int32_t kHeadDim>
 __global__ void __launch_bounds__(kAttendThreads)
     raw_count_kernel(const __grid_constant__ RawAttendCall c) {
   extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
+  // Where rows lie was known before the attention began.
+  RawCount<kHeadDim> row{{c}, *reinterpret_cast<RawCountShared*>(attend_shared_bytes)};
   wait_for_previous_kernel();
-  RawCount<kHeadDim>{{c}, *reinterpret_cast<RawCountShared*>(attend_shared_bytes)}.count_seen();
+  row.count_seen();
 }
 
 }  // namespace tierkv::store
