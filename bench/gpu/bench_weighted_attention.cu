@@ -171,7 +171,7 @@ struct Unique {
                                      from.exponents.data() + at, tokens, dump.head_dim},
                                     choice->family, nullptr, &bytes);
           if (!s) fail(s.message());
-          const WeightedBlockHeader h0 = load_weighted_header(bytes.data());
+          const BlockHeader h0 = load_weighted_header(bytes.data());
           if (!is_raw_mode(h0.mode))
             largest = std::max(largest, static_cast<int32_t>(bytes.size()));
           if (all) exceptions += h0.exceptions;

@@ -50,18 +50,22 @@ struct CodebookSpec {
   uint8_t table_id = 0;
 };
 
-// Made by build_codebook or parse_codebook only; immutable afterwards.
-//
-// A symbol is a number whose digits, least significant first, are its codes counted from the base
-// (kSplit: their high nibbles), in the radix below.
-struct Codebook {
+// What a codebook is but for its code words: what a GPU's copy has, too.
+struct CodebookShape {
   Component component = Component::kKey;
   BlockMode mode = BlockMode::kPair;
   uint8_t table_id = 0;
   int32_t streams_per_lane = 1;
-  int32_t levels = 2;  // the alphabet is the codes [base, base + levels)
+  int32_t levels = 0;  // the alphabet is the codes [base, base + levels)
   int32_t base = 0;
-  int32_t max_length = 1;        // bits of the longest code word
+  int32_t max_length = 0;  // bits of the longest code word
+};
+
+// Made by build_codebook or parse_codebook only; immutable afterwards.
+//
+// A symbol is a number whose digits, least significant first, are its codes counted from the base
+// (kSplit: their high nibbles), in the radix below.
+struct Codebook : CodebookShape {
   std::vector<uint8_t> lengths;  // [symbols]; 0: absent, its codes are stored as exceptions
 
   // What follows from the lengths; complete_codebook() fills it in.

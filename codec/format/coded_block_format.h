@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bytes of a coded block: the one place that knows its offsets (docs/reference/format.md,
-// "Coded blocks").
+// "Coded blocks"). weighted_block_format.h has what is special to version 2, "Weighted blocks".
 //
 //   header      16 bytes
-//   starts      32 x streams_per_lane x u16: bit offset of each stream in the payload   coded modes
-//   low plane   the low nibbles as raw 4-bit tiles                                      kSplit
-//   payload     code words, 32-bit words                                                coded modes
-//               or one raw tile after the other                                         raw modes
+//   exponents   tokens fields of exponent_bits; 32-bit words                          version 2
+//   lengths     32 x streams_per_lane fields of length_bits; 32-bit words             coded modes
+//   low plane   the low nibbles as raw 4-bit tiles                                    kSplit
+//   payload     code words, 32-bit words                                              coded modes
+//               or one raw tile after the other                                       raw modes
 //   exceptions  u32 each: index | delta << 16, ascending index = token * 128 + channel
 //   zeros up to a multiple of 16 bytes
+//
+// Raw tiles begin on a multiple of 16 bytes. A field i of n bits lies at bits i n .. i n + n - 1
+// of its part, counted from the lowest bit of the first byte.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +23,7 @@
 
 namespace tierkv {
 
-inline constexpr uint8_t kCodedBlockVersion = 1;
+inline constexpr uint8_t kCodedBlockVersion = 1, kWeightedBlockVersion = 2;
 inline constexpr int32_t kSliceDims = 128;
 inline constexpr int32_t kCodedBlockHeaderBytes = 16;
 inline constexpr int32_t kBlockAlignment = 16;
@@ -27,25 +31,39 @@ inline constexpr int32_t kExceptionBytes = 4;
 // More than these would slow the decoder down noticeably: such a block is stored raw.
 inline constexpr int32_t kMaxExceptions = 256;
 inline constexpr int32_t kMaxPayloadBits = 65535;
+inline constexpr int32_t kStartBits = 16;  // of the field that says where a stream begins
 inline constexpr int32_t kMaxBlockCodes = kBlockTokens * kSliceDims;
 inline constexpr int32_t kMaxCodedBlockBytes = kCodedBlockHeaderBytes + kMaxBlockCodes * 2;
 // A stream that begins inside a payload, or at its end, can be read this far behind it: all its
 // codes of a symbol each, and as long as can be.
 inline constexpr int32_t kPayloadSlackBytes = kMaxBlockCodes / kWarpLanes * kMaxCodeLength / 8 + 16;
 
-struct CodedBlockHeader {
-  uint8_t version = kCodedBlockVersion;   // byte 0
-  BlockMode mode = BlockMode::kRaw16;     // byte 1, bits 0-3
-  uint8_t streams_per_lane = 1;           // byte 1, bits 4-7; 1 in raw modes
-  uint8_t table_id = 0;                   // byte 2; 0 in raw modes
-  Component component = Component::kKey;  // byte 3
-  uint8_t tokens = 1;                     // byte 4: 1 to 64
-  uint8_t dims = 1;                       // byte 5: 1 to 128, channels of this slice
-  int16_t base = 0;                       // bytes 6-7: the code of digit 0
-  uint16_t payload_bits = 0;              // bytes 8-9: bits of all streams; 0 in raw modes
-  uint16_t exceptions = 0;                // bytes 10-11; 0 in raw modes
-  uint16_t units = 0;                     // bytes 12-13: size of the block in 16 bytes
-  uint16_t checksum = 0;                  // bytes 14-15, see block_checksum()
+// The fields of a block of either version; docs/reference/format.md has the bytes.
+struct BlockHeader {
+  uint8_t version = kWeightedBlockVersion;
+  BlockMode mode = BlockMode::kRaw16;
+  uint8_t streams_per_lane = 1;  // 1 in raw modes
+  uint8_t table_id = 0;          // 0 in raw modes; version 2: of the family's first book
+  Component component = Component::kKey;
+  uint8_t tokens = 1;  // 1 to 64
+  uint8_t dims = 1;    // 1 to 128, channels of this slice
+  // Raw modes and version 1: the code of value 0, i16. Coded modes of version 2: book of dim block
+  // f in bits 2 f and 2 f + 1.
+  uint16_t base_or_books = 0;
+  uint16_t exceptions = 0;    // 0 in raw modes
+  uint16_t payload_bits = 0;  // bits of all streams; version 2 has their lengths instead
+  // Streams have fields of length_bits: version 1 where they begin, 16 bits, version 2 their
+  // lengths less the least one, 0 to 12 bits.
+  uint8_t length_bits = 0;    // 0 in raw modes
+  uint16_t least_length = 0;  // bits of the shortest stream; 0 in raw modes
+  // Fields of exponent_bits, 0 to 8, are exponents less the least one. 0 in version 1.
+  uint8_t exponent_bits = 0;
+  int8_t least_exponent = 0;
+  uint16_t units = 0;     // size of the block in 16 bytes
+  uint16_t checksum = 0;  // see block_checksum()
+
+  TKV_HD int16_t base() const { return static_cast<int16_t>(base_or_books); }
+  TKV_HD int32_t book(int32_t dim_block) const { return base_or_books >> (2 * dim_block) & 3; }
 };
 
 TKV_HD uint32_t load_u16(const uint8_t* p) {
@@ -63,40 +81,51 @@ TKV_HD void store_u32(uint8_t* p, uint32_t x) {
   store_u16(p + 2, x >> 16);
 }
 
-TKV_HD CodedBlockHeader load_header(const uint8_t* p) {
-  CodedBlockHeader h;
+// The fields that both versions have in the same bytes.
+TKV_HD BlockHeader load_shared_fields(const uint8_t* p) {
+  BlockHeader h;
   h.version = p[0];
   h.mode = static_cast<BlockMode>(p[1] & 15);
-  h.streams_per_lane = p[1] >> 4;
   h.table_id = p[2];
-  h.component = static_cast<Component>(p[3]);
   h.tokens = p[4];
   h.dims = p[5];
-  h.base = static_cast<int16_t>(load_u16(p + 6));
-  h.payload_bits = static_cast<uint16_t>(load_u16(p + 8));
-  h.exceptions = static_cast<uint16_t>(load_u16(p + 10));
+  h.base_or_books = static_cast<uint16_t>(load_u16(p + 6));
   h.units = static_cast<uint16_t>(load_u16(p + 12));
   h.checksum = static_cast<uint16_t>(load_u16(p + 14));
   return h;
 }
-
-TKV_HD void store_header(const CodedBlockHeader& h, uint8_t* p) {
+TKV_HD void store_shared_fields(const BlockHeader& h, uint8_t* p) {
   p[0] = h.version;
-  p[1] = static_cast<uint8_t>(static_cast<uint32_t>(h.mode) | h.streams_per_lane << 4);
   p[2] = h.table_id;
-  p[3] = static_cast<uint8_t>(h.component);
   p[4] = h.tokens;
   p[5] = h.dims;
-  store_u16(p + 6, static_cast<uint16_t>(h.base));
-  store_u16(p + 8, h.payload_bits);
-  store_u16(p + 10, h.exceptions);
+  store_u16(p + 6, h.base_or_books);
   store_u16(p + 12, h.units);
   store_u16(p + 14, h.checksum);
 }
 
+// Version 1.
+TKV_HD BlockHeader load_header(const uint8_t* p) {
+  BlockHeader h = load_shared_fields(p);
+  h.streams_per_lane = p[1] >> 4;
+  h.component = static_cast<Component>(p[3]);
+  h.payload_bits = static_cast<uint16_t>(load_u16(p + 8));
+  h.exceptions = static_cast<uint16_t>(load_u16(p + 10));
+  h.length_bits = is_raw_mode(h.mode) ? 0 : kStartBits;
+  return h;
+}
+TKV_HD void store_header(const BlockHeader& h, uint8_t* p) {
+  store_shared_fields(h, p);
+  p[1] = static_cast<uint8_t>(static_cast<uint32_t>(h.mode) | h.streams_per_lane << 4);
+  p[3] = static_cast<uint8_t>(h.component);
+  store_u16(p + 8, h.payload_bits);
+  store_u16(p + 10, h.exceptions);
+}
+
 // Offsets in bytes from the start of the block.
-struct CodedBlockLayout {
-  int32_t starts = kCodedBlockHeaderBytes;
+struct BlockLayout {
+  int32_t exponents = kCodedBlockHeaderBytes;
+  int32_t lengths = 0;  // or starts
   int32_t low_plane = 0;
   int32_t payload = 0;
   int32_t exceptions = 0;
@@ -121,20 +150,32 @@ TKV_HD RawForm raw_form(int32_t lowest, int32_t highest) {
   return {mode, mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(lowest)};
 }
 
-TKV_HD CodedBlockLayout block_layout(const CodedBlockHeader& h) {
-  CodedBlockLayout at;
+// Bytes of fields, whole words.
+TKV_HD int32_t field_bytes(int32_t count, int32_t bits) {
+  return (count * bits + 31) / 32 * 4;
+}
+
+TKV_HD BlockLayout block_layout(const BlockHeader& h) {
+  BlockLayout at;
   const int32_t tiles = tile_count(h.tokens), blocks = dim_block_count(h.dims);
+  const auto aligned = [](int32_t x) {
+    return (x + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
+  };
+  at.lengths = at.exponents + field_bytes(h.tokens, h.exponent_bits);
   if (is_raw_mode(h.mode)) {
-    at.low_plane = at.payload = kCodedBlockHeaderBytes;
+    at.low_plane = at.payload = aligned(at.lengths);
     at.exceptions = at.payload + tiles * raw_tile(raw_bits(h.mode), blocks).bytes();
   } else {
-    at.low_plane = at.starts + 2 * kWarpLanes * h.streams_per_lane;
-    at.payload =
-        at.low_plane + (h.mode == BlockMode::kSplit ? tiles * raw_tile(4, blocks).bytes() : 0);
+    at.low_plane = at.lengths + field_bytes(kWarpLanes * h.streams_per_lane, h.length_bits);
+    at.payload = at.low_plane;
+    if (h.mode == BlockMode::kSplit) {
+      at.low_plane = aligned(at.low_plane);
+      at.payload = at.low_plane + tiles * raw_tile(4, blocks).bytes();
+    }
     at.exceptions = at.payload + (h.payload_bits + 31) / 32 * 4;
   }
   at.end = at.exceptions + kExceptionBytes * h.exceptions;
-  at.bytes = (at.end + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
+  at.bytes = aligned(at.end);
   return at;
 }
 
@@ -142,20 +183,6 @@ TKV_HD CodedBlockLayout block_layout(const CodedBlockHeader& h) {
 // the prime 65521: prefix sums on one core, a weighted sum in any order on many, and it changes
 // with any single bit.
 inline constexpr uint32_t kChecksumPrime = 65521;
-TKV_HD uint16_t block_checksum(const uint8_t* block, int32_t bytes) {
-  // The sums of the words 4 g + j and of their prefix sums, for j = 0..3: word 4 g + j of 4 G words
-  // weighs 4 (G - g) - j.
-  uint64_t prefix[4] = {}, sum[4] = {};
-  for (int32_t i = 0; i < bytes; i += kBlockAlignment) {
-    uint32_t words[4];
-    memcpy(words, block + i, sizeof(words));
-    for (int32_t j = 0; j < 4; ++j) sum[j] += prefix[j] += words[j];
-  }
-  uint64_t total = 4 * (sum[0] + sum[1] + sum[2] + sum[3]);
-  total -= prefix[1] + 2 * prefix[2] + 3 * prefix[3];
-  const uint64_t stored = static_cast<uint64_t>(load_u16(block + 14)) << 16;
-  total -= stored * static_cast<uint64_t>(bytes / 4 - 3);
-  return static_cast<uint16_t>(total % kChecksumPrime);
-}
+uint16_t block_checksum(const uint8_t* block, int32_t bytes);
 
 }  // namespace tierkv

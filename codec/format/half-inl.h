@@ -86,6 +86,18 @@ HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DF>> vec_float_to_bfloat16(DF, hn::Vec<D
   return hn::DemoteTo(hn::Rebind<uint16_t, DF>(), hn::BitCast(hn::Rebind<int32_t, DF>(), b));
 }
 
+// Of fp16 or bf16 in memory.
+template <class DF>
+HWY_INLINE hn::Vec<DF> load_halves(DF df, bool bfloat, const uint16_t* from) {
+  const auto h = hn::LoadU(hn::Rebind<uint16_t, DF>(), from);
+  return bfloat ? vec_bfloat16_to_float(df, h) : vec_half_to_float(df, h);
+}
+template <class DF>
+HWY_INLINE void store_halves(hn::Vec<DF> x, DF df, bool bfloat, uint16_t* to) {
+  hn::StoreU(bfloat ? vec_float_to_bfloat16(df, x) : vec_float_to_half(df, x),
+             hn::Rebind<uint16_t, DF>(), to);
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace tierkv
 HWY_AFTER_NAMESPACE();

@@ -28,15 +28,13 @@ int64_t float_to_halves(bool, const float*, int64_t, uint8_t*) {
 
 // At most 8 lanes, so that 16-bit elements fill at most one 128-bit vector on every target.
 using DF = hn::CappedTag<float, 8>;
-using DHalf = hn::Rebind<uint16_t, DF>;
 
 int64_t halves_to_float(bool bfloat, const uint8_t* in, int64_t n, float* out) {
   const DF df;
   const auto step = static_cast<int64_t>(hn::Lanes(df));
   int64_t i = 0;
   for (; i + step <= n; i += step) {
-    const auto h = hn::LoadU(DHalf(), reinterpret_cast<const uint16_t*>(in + 2 * i));
-    hn::StoreU(bfloat ? vec_bfloat16_to_float(df, h) : vec_half_to_float(df, h), df, out + i);
+    hn::StoreU(load_halves(df, bfloat, reinterpret_cast<const uint16_t*>(in + 2 * i)), df, out + i);
   }
   return i;
 }
@@ -53,8 +51,7 @@ int64_t float_to_halves(bool bfloat, const float* x, int64_t n, uint8_t* out) {
     const auto v = hn::LoadU(df, x + i);
     const auto magnitude = hn::And(hn::BitCast(du, v), hn::Set(du, 0x7fffffffu));
     if (!hn::AllTrue(du, hn::Lt(magnitude, limit))) break;
-    const auto h = bfloat ? vec_float_to_bfloat16(df, v) : vec_float_to_half(df, v);
-    hn::StoreU(h, DHalf(), reinterpret_cast<uint16_t*>(out + 2 * i));
+    store_halves(v, df, bfloat, reinterpret_cast<uint16_t*>(out + 2 * i));
   }
   return i;
 }

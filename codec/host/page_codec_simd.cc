@@ -37,7 +37,6 @@ void decode_tiles(const HostPage& page, int32_t slot, const TokenOutput& out) {
 using DF = hn::CappedTag<float, kDimBlock>;
 using DI = hn::Rebind<int32_t, DF>;
 using DU = hn::Rebind<uint32_t, DF>;
-using DHalf = hn::Rebind<uint16_t, DF>;
 using DByte = hn::Rebind<uint8_t, DF>;
 
 // x [n] = the row's elements, exactly.
@@ -46,17 +45,9 @@ HWY_INLINE void load_row(const void* row, DType dtype, int32_t n, float* x) {
   const auto step = static_cast<int32_t>(hn::Lanes(df));
   const auto* half = static_cast<const uint16_t*>(row);
   for (int32_t i = 0; i < n; i += step) {
-    switch (dtype) {
-      case DType::kFloat32:
-        hn::StoreU(hn::LoadU(df, static_cast<const float*>(row) + i), df, x + i);
-        break;
-      case DType::kFloat16:
-        hn::StoreU(vec_half_to_float(df, hn::LoadU(DHalf(), half + i)), df, x + i);
-        break;
-      case DType::kBFloat16:
-        hn::StoreU(vec_bfloat16_to_float(df, hn::LoadU(DHalf(), half + i)), df, x + i);
-        break;
-    }
+    const auto v = dtype == DType::kFloat32 ? hn::LoadU(df, static_cast<const float*>(row) + i)
+                                            : load_halves(df, dtype == DType::kBFloat16, half + i);
+    hn::StoreU(v, df, x + i);
   }
 }
 
@@ -64,21 +55,13 @@ HWY_INLINE void load_row(const void* row, DType dtype, int32_t n, float* x) {
 HWY_INLINE void store_vector(hn::Vec<DF> v, DType dtype, void* row, int32_t i) {
   const DF df;
   auto* half = static_cast<uint16_t*>(row);
-  switch (dtype) {
-    case DType::kFloat32:
-      hn::StoreU(v, df, static_cast<float*>(row) + i);
-      break;
-    case DType::kFloat16: {
-      const auto top = hn::Set(df, kMaxHalf);
-      const auto finite = hn::Lt(hn::Abs(v), hn::Set(df, HUGE_VALF));
-      const auto clamped = hn::Max(hn::Min(v, top), hn::Neg(top));
-      hn::StoreU(vec_float_to_half(df, hn::IfThenElse(finite, clamped, v)), DHalf(), half + i);
-      break;
-    }
-    case DType::kBFloat16:
-      hn::StoreU(vec_float_to_bfloat16(df, v), DHalf(), half + i);
-      break;
+  if (dtype == DType::kFloat32) return hn::StoreU(v, df, static_cast<float*>(row) + i);
+  if (dtype == DType::kFloat16) {
+    const auto top = hn::Set(df, kMaxHalf);
+    const auto finite = hn::Lt(hn::Abs(v), hn::Set(df, HUGE_VALF));
+    v = hn::IfThenElse(finite, hn::Max(hn::Min(v, top), hn::Neg(top)), v);
   }
+  store_halves(v, df, dtype == DType::kBFloat16, half + i);
 }
 
 // False when a value is NaN or infinite; else *lo and *hi are the extrema of x [n].
@@ -144,17 +127,13 @@ HWY_INLINE bool encode_row(const HostPage& page, Component component, const void
       memcpy(units, row, 2 * tile.head_dim);
       return true;
     }
-    const bool fits_half = lo > -65520.0f && hi < 65520.0f;
-    const float bf_limit = bits_float(0x7f7f8000u);  // rounds to infinity from here on
-    const bool fits =
-        page.raw_dtype == DType::kFloat16 ? fits_half : lo > -bf_limit && hi < bf_limit;
+    const bool bfloat = page.raw_dtype == DType::kBFloat16;
+    const float limit = bfloat ? bits_float(0x7f7f8000u) : 65520.0f;  // rounds to infinity
+    const bool fits = lo > -limit && hi < limit;
     auto* half = reinterpret_cast<uint16_t*>(units);
     const auto step = static_cast<int32_t>(hn::Lanes(DF()));
     for (int32_t i = 0; i < tile.head_dim && fits; i += step) {
-      const auto v = hn::LoadU(DF(), x + i);
-      hn::StoreU(page.raw_dtype == DType::kFloat16 ? vec_float_to_half(DF(), v)
-                                                   : vec_float_to_bfloat16(DF(), v),
-                 DHalf(), half + i);
+      store_halves(hn::LoadU(DF(), x + i), DF(), bfloat, half + i);
     }
     return fits;
   }
@@ -232,10 +211,7 @@ HWY_INLINE void decode_row(const HostPage& page, Component component, const Stor
     }
     const auto* half = reinterpret_cast<const uint16_t*>(from.units);
     for (int32_t i = 0; i < tile.head_dim; i += step) {
-      const auto h = hn::LoadU(DHalf(), half + i);
-      store_vector(page.raw_dtype == DType::kFloat16 ? vec_half_to_float(df, h)
-                                                     : vec_bfloat16_to_float(df, h),
-                   dtype, row, i);
+      store_vector(load_halves(df, page.raw_dtype == DType::kBFloat16, half + i), dtype, row, i);
     }
     return;
   }

@@ -267,8 +267,8 @@ TEST_F(HostileBlockTest, FieldsAreCheckedOneByOne) {
     repair_checksum(&damaged);
     expect_refused(damaged, what);
   };
-  const CodedBlockHeader h = load_header(bytes_.data());
-  const CodedBlockLayout at = block_layout(h);
+  const BlockHeader h = load_header(bytes_.data());
+  const BlockLayout at = block_layout(h);
   change("version", [](uint8_t* b) { b[0] = 2; });
   for (int mode = 0; mode < 16; ++mode) {
     if (mode != static_cast<int>(h.mode))

@@ -101,7 +101,7 @@ TEST_F(CodedBlockTest, StreamsEndAtEveryBitOfAWord) {
   for (int trial = 0; trial < 8 || (ends.size() < 32 && trial < 100); ++trial) {
     const Codebook c = typical(Component::kKey, BlockMode::kPair, 2, 0, 1 + trial % 2);
     const auto bytes = expect_round_trip(source_.bell(64 * 128, 2, 0, false), 128, c);
-    const CodedBlockHeader h = load_header(bytes.data());
+    const BlockHeader h = load_header(bytes.data());
     ASSERT_EQ(h.mode, BlockMode::kPair);
     for (int32_t i = 1; i < kWarpLanes * h.streams_per_lane; ++i) {
       ends.insert(load_u16(bytes.data() + kCodedBlockHeaderBytes + 2 * i) % 32);
@@ -148,7 +148,7 @@ TEST_F(CodedBlockTest, RawWidthIsTheNarrowestThatHoldsTheRange) {
       codes[0] = static_cast<int16_t>(lowest);
       codes[1] = static_cast<int16_t>(lowest + range);
       const auto bytes = expect_round_trip(codes, 96, c);
-      const CodedBlockHeader h = load_header(bytes.data());
+      const BlockHeader h = load_header(bytes.data());
       if (!is_raw_mode(h.mode)) continue;
       EXPECT_EQ(raw_bits(h.mode), range < 4 ? 2 : range < 16 ? 4 : range < 256 ? 8 : 16);
     }

@@ -39,11 +39,11 @@ Overhead measure(CodeSource* source, int32_t streams) {
   for (const std::vector<int16_t>& block : codes) {
     std::vector<uint8_t> bytes;
     EXPECT_TRUE(encode_block(block.data(), kBlockTokens, kSliceDims, *book, &bytes).is_ok());
-    const CodedBlockHeader h = load_header(bytes.data());
-    const CodedBlockLayout at = block_layout(h);
+    const BlockHeader h = load_header(bytes.data());
+    const BlockLayout at = block_layout(h);
     EXPECT_FALSE(is_raw_mode(h.mode));
-    sum.header += 8.0 * at.starts;
-    sum.starts += 8.0 * (at.payload - at.starts);
+    sum.header += 8.0 * at.lengths;
+    sum.starts += 8.0 * (at.payload - at.lengths);
     sum.exceptions += 8.0 * (at.end - at.exceptions);
     sum.padding += 8.0 * (at.exceptions - at.payload) - h.payload_bits + 8.0 * (at.bytes - at.end);
     sum.reference += 8.0 * kReferenceBytes;

@@ -194,7 +194,7 @@ TEST_F(EmulatedWeighted, RaggedRawBlocksFarFromZero) {
     world.use_strange_books(rng_);
     world.encode_blocks();
     if (HasFatalFailure()) return;
-    const WeightedBlockHeader h = load_weighted_header(world.blocks[0].bytes[1].data());
+    const BlockHeader h = load_weighted_header(world.blocks[0].bytes[1].data());
     ASSERT_TRUE(is_raw_mode(h.mode) && h.base_or_books > 1);
     EncodeRun run(world);
     run.run(1);

@@ -37,7 +37,7 @@ class WeightedBlockTest : public testing::Test {
     ASSERT_TRUE(made) << made.message();
     ASSERT_EQ(bytes_.size() % 16, 0u);
   }
-  WeightedBlockHeader header() const { return load_weighted_header(bytes_.data()); }
+  BlockHeader header() const { return load_weighted_header(bytes_.data()); }
   Status decode(const std::vector<uint8_t>& bytes) {
     // A copy of the exact size, so that the address sanitizer sees every read outside.
     const std::vector<uint8_t> exact(bytes.begin(), bytes.end());
@@ -196,7 +196,7 @@ TEST_F(WeightedBlockTest, FieldsAreCheckedOneByOne) {
     ASSERT_NO_FATAL_FAILURE(make_block(Component::kKey, 63, 100, kModes[rows_.source.below(4)]));
   } while (is_raw_mode(header().mode) || header().exceptions < 2 || header().exponent_bits < 4 ||
            family_.books.size() > 3);
-  const WeightedBlockHeader h = header();
+  const BlockHeader h = header();
   const auto change = [&](const char* what, auto edit) {
     std::vector<uint8_t> damaged = bytes_;
     edit(damaged.data());
@@ -204,46 +204,42 @@ TEST_F(WeightedBlockTest, FieldsAreCheckedOneByOne) {
     expect_refused(damaged, what);
   };
   const auto set = [&](const char* what, auto edit) {
-    WeightedBlockHeader other = h;
+    BlockHeader other = h;
     edit(&other);
     change(what, [&](uint8_t* b) { store_weighted_header(other, b); });
   };
-  set("version", [](WeightedBlockHeader* x) { x->version = 1; });
+  set("version", [](BlockHeader* x) { x->version = 1; });
   for (int mode = 0; mode < 16; ++mode) {
     if (mode != static_cast<int>(h.mode)) {
-      set("mode", [&](WeightedBlockHeader* x) { x->mode = static_cast<BlockMode>(mode); });
+      set("mode", [&](BlockHeader* x) { x->mode = static_cast<BlockMode>(mode); });
     }
   }
   for (int streams = 0; streams < 4; ++streams) {
     if (streams != h.streams_per_lane) {
-      set("streams", [&](WeightedBlockHeader* x) { x->streams_per_lane = uint8_t(streams); });
+      set("streams", [&](BlockHeader* x) { x->streams_per_lane = uint8_t(streams); });
     }
   }
-  for (int c : {1, 2, 3})
-    set("component", [&](WeightedBlockHeader* x) { x->component = Component(c); });
-  set("table", [](WeightedBlockHeader* x) { x->table_id ^= 1; });
+  for (int c : {1, 2, 3}) set("component", [&](BlockHeader* x) { x->component = Component(c); });
+  set("table", [](BlockHeader* x) { x->table_id ^= 1; });
   for (int e : {-9, -128, 3, 127}) {
-    set("exponent", [&](WeightedBlockHeader* x) { x->least_exponent = int8_t(e); });
+    set("exponent", [&](BlockHeader* x) { x->least_exponent = int8_t(e); });
   }
-  for (int t : {0, 62, 64, 65, 255})
-    set("tokens", [&](WeightedBlockHeader* x) { x->tokens = uint8_t(t); });
-  for (int d : {0, 99, 112, 129})
-    set("dims", [&](WeightedBlockHeader* x) { x->dims = uint8_t(d); });
-  set("book", [](WeightedBlockHeader* x) { x->base_or_books |= 3; });
-  set("books beyond", [](WeightedBlockHeader* x) { x->base_or_books |= 1u << 14; });
-  set("least length", [](WeightedBlockHeader* x) { ++x->least_length; });
-  set("least length", [](WeightedBlockHeader* x) { x->least_length = 65535; });
-  for (int n : {0, 255})
-    set("exceptions", [&](WeightedBlockHeader* x) { x->exceptions = uint8_t(n); });
+  for (int t : {0, 62, 64, 65, 255}) set("tokens", [&](BlockHeader* x) { x->tokens = uint8_t(t); });
+  for (int d : {0, 99, 112, 129}) set("dims", [&](BlockHeader* x) { x->dims = uint8_t(d); });
+  set("book", [](BlockHeader* x) { x->base_or_books |= 3; });
+  set("books beyond", [](BlockHeader* x) { x->base_or_books |= 1u << 14; });
+  set("least length", [](BlockHeader* x) { ++x->least_length; });
+  set("least length", [](BlockHeader* x) { x->least_length = 65535; });
+  for (int n : {0, 255}) set("exceptions", [&](BlockHeader* x) { x->exceptions = uint8_t(n); });
   for (int n = 0; n < 16; ++n) {
     // A part of as many bytes can hold other fields: then the last one's bits are not all read.
     if (n != h.exponent_bits)
-      set("exponent bits", [&](WeightedBlockHeader* x) { x->exponent_bits = uint8_t(n); });
+      set("exponent bits", [&](BlockHeader* x) { x->exponent_bits = uint8_t(n); });
     if (n != h.length_bits)
-      set("length bits", [&](WeightedBlockHeader* x) { x->length_bits = uint8_t(n); });
+      set("length bits", [&](BlockHeader* x) { x->length_bits = uint8_t(n); });
   }
-  set("units", [](WeightedBlockHeader* x) { x->units = 0; });
-  set("units", [](WeightedBlockHeader* x) { ++x->units; });
+  set("units", [](BlockHeader* x) { x->units = 0; });
+  set("units", [](BlockHeader* x) { ++x->units; });
   const int32_t lengths = kCodedBlockHeaderBytes + field_bytes(63, h.exponent_bits);
   change("bits after the exponents", [&](uint8_t* b) { b[lengths - 1] |= 0x80; });
   if (h.length_bits > 0) change("a length", [&](uint8_t* b) { b[lengths] ^= 1; });

@@ -164,7 +164,7 @@ inline void add_blocks(World* w, CodeSource* source, int32_t c, const WeightedRo
     EXPECT_TRUE(s) << s.message();
     bool coded = false;
     for (size_t at = begin; at < bytes.size();) {
-      const WeightedBlockHeader h = load_weighted_header(bytes.data() + at);
+      const BlockHeader h = load_weighted_header(bytes.data() + at);
       coded |= !is_raw_mode(h.mode);
       at += size_t{h.units} * kBlockAlignment;
     }

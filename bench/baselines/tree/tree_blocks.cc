@@ -38,7 +38,7 @@ Result<TreeBlocks> make_tree_blocks(const std::vector<int16_t>& codes, const Cod
       return s;
     }
     const uint8_t* const block = &made.bytes[begin];
-    const CodedBlockHeader header = load_header(block);
+    const BlockHeader header = load_header(block);
     if (header.mode != codebook.mode) {
       return Status(StatusCode::kUnsupported, "tree blocks: smaller raw");
     }

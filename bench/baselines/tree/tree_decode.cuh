@@ -167,7 +167,7 @@ __device__ __forceinline__ void decode_tree_blocks(const TreeDecode& call, uint8
     }
     wait_copies();
     __syncwarp();
-    const CodedBlockHeader header = load_header(block);
+    const BlockHeader header = load_header(block);
     const auto* const starts = reinterpret_cast<const uint16_t*>(block + kCodedBlockHeaderBytes);
     const int32_t next = lane_index() + 1;
     decoder.decode({block + block_layout(header).payload, starts[lane_index()],

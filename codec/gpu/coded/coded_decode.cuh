@@ -80,7 +80,7 @@ struct PairBase {
 };
 
 // Adds the exceptions of a tile; false where a sum is no 16-bit integer.
-__device__ inline bool add_exceptions(const CodedBlockHeader& h, const CodedBlockLayout& at,
+__device__ inline bool add_exceptions(const BlockHeader& h, const BlockLayout& at,
                                       const uint8_t* block, int32_t tile, int16_t* codes) {
   const auto* exceptions = reinterpret_cast<const uint32_t*>(block + at.exceptions);
   bool fits = true;
@@ -100,8 +100,8 @@ __device__ inline bool add_exceptions(const CodedBlockHeader& h, const CodedBloc
 // A whole block in shared memory whose header, size, checksum, bounds of streams and exceptions are
 // valid.
 struct OpenTiles {
-  const CodedBlockHeader& header;
-  const CodedBlockLayout& at;
+  const BlockHeader& header;
+  const BlockLayout& at;
   const BlockStreams& streams;
 };
 
@@ -162,7 +162,7 @@ __device__ __forceinline__ void decode_pair_tile(TableReader& reader, int32_t di
 // The codes of a raw tile.
 __device__ __forceinline__ void read_raw_tile(const OpenTiles& open, const WarpMemory& memory,
                                               int32_t tile, int16_t* codes) {
-  const CodedBlockHeader& h = open.header;
+  const BlockHeader& h = open.header;
   const TileLayout layout = raw_tile(raw_bits(h.mode), dim_block_count(h.dims));
   const uint8_t* plane = memory.block + open.at.payload + tile * layout.bytes();
   const uint32_t mask = (1u << layout.type.bits()) - 1u;
@@ -173,9 +173,9 @@ __device__ __forceinline__ void read_raw_tile(const OpenTiles& open, const WarpM
       const CodePosition p = code_position(layout, h.component, at.token, at.dim);
       const uint32_t word = *reinterpret_cast<const uint32_t*>(plane + p.byte) >> p.bit;
       int16_t* to = codes + at.token * kTileStride + at.dim;
-      to[0] = static_cast<int16_t>(h.base + static_cast<int32_t>(word & mask));
+      to[0] = static_cast<int16_t>(h.base() + static_cast<int32_t>(word & mask));
       to[h.component == Component::kKey ? 1 : kTileStride] =
-          static_cast<int16_t>(h.base + static_cast<int32_t>(word >> 16 & mask));
+          static_cast<int16_t>(h.base() + static_cast<int32_t>(word >> 16 & mask));
     }
   }
 }

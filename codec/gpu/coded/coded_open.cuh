@@ -30,8 +30,8 @@ __device__ __forceinline__ uint32_t warp_checksum(const uint8_t* block, int32_t 
 }
 
 // Zeros between the last exception and the end, and behind the last bit of the payload.
-__device__ __forceinline__ bool padding_is_zero(const CodedBlockHeader& h,
-                                                const CodedBlockLayout& at, const uint8_t* block) {
+__device__ __forceinline__ bool padding_is_zero(const BlockHeader& h, const BlockLayout& at,
+                                                const uint8_t* block) {
   bool zero = true;
 #pragma unroll 1
   for (int32_t i = at.end + 4 * lane_index(); i < at.bytes; i += 4 * 32) {
@@ -46,8 +46,7 @@ __device__ __forceinline__ bool padding_is_zero(const CodedBlockHeader& h,
 
 // Strictly ascending, inside the block, not zero. That the sums are 16-bit integers shows when they
 // are added.
-__device__ __forceinline__ bool exceptions_are_valid(const CodedBlockHeader& h,
-                                                     const CodedBlockLayout& at,
+__device__ __forceinline__ bool exceptions_are_valid(const BlockHeader& h, const BlockLayout& at,
                                                      const uint8_t* block) {
   const auto* exceptions = reinterpret_cast<const uint32_t*>(block + at.exceptions);
   bool valid = true;

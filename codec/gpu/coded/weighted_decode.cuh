@@ -31,8 +31,8 @@ inline constexpr int32_t kFactorBytes = kBlockTokens * 4;
 // registers.
 struct WarpState {
   RangeTarget target;
-  CodedBlockHeader header;  // of the slice, as a coded block would say it
-  CodedBlockLayout at;
+  BlockHeader header;  // of the slice
+  BlockLayout at;
 };
 inline constexpr int32_t kWarpStateBytes = (sizeof(WarpState) + 15) / 16 * 16;
 
@@ -93,7 +93,7 @@ __device__ __forceinline__ uint32_t load_word_field(const uint8_t* part, int32_t
 }
 
 // Fields that can be judged by the header and the codebook alone.
-__device__ inline bool header_is_valid(const WeightedBlockHeader& h, int32_t tokens, int32_t dims,
+__device__ inline bool header_is_valid(const BlockHeader& h, int32_t tokens, int32_t dims,
                                        Component component, const DeviceCodebook& book) {
   if (h.version != kWeightedBlockVersion || static_cast<int32_t>(h.mode) >= kNumBlockModes ||
       h.component != component || h.tokens != tokens || h.dims != dims ||
@@ -129,9 +129,8 @@ struct SliceBytes {
 };
 
 // The bounds of the streams from their lengths; the bits of all.
-__device__ __forceinline__ int32_t find_bounds(const WeightedBlockHeader& h,
-                                               const WeightedBlockLayout& at, const uint8_t* block,
-                                               BlockStreams* streams) {
+__device__ __forceinline__ int32_t find_bounds(const BlockHeader& h, const BlockLayout& at,
+                                               const uint8_t* block, BlockStreams* streams) {
   int32_t before = 0;
   for (int32_t s = 0; s < 2; ++s) {
     if (s == streams->count) break;
@@ -147,7 +146,7 @@ __device__ __forceinline__ int32_t find_bounds(const WeightedBlockHeader& h,
 }
 
 // Factors of the tokens; false where an exponent is none.
-__device__ inline bool load_factors(const WeightedBlockHeader& h, const WeightedBlockLayout& at,
+__device__ inline bool load_factors(const BlockHeader& h, const BlockLayout& at,
                                     const uint8_t* block, bool first_slice, float* factors) {
   if (!first_slice) return h.exponent_bits == 0 && h.least_exponent == 0;
   bool valid = true;
@@ -173,13 +172,13 @@ __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeT
   const bool fits = slice.size < call.max_block_bytes;
   copy_block(slice.from, fits ? static_cast<int32_t>(slice.size) : call.max_block_bytes,
              memory.block);
-  const WeightedBlockHeader h = load_weighted_header(memory.block);
+  BlockHeader h = load_weighted_header(memory.block);
   const int32_t dims = min(kSliceDims, call.rows.head_dim - slice.first_dim);
   if (!header_is_valid(h, target.tokens, dims, call.component, book)) {
     return StatusCode::kCorrupt;
   }
   const int32_t bytes = h.units * kBlockAlignment;
-  WeightedBlockLayout at = weighted_layout(h, 0);
+  BlockLayout at = block_layout(h);
   if (at.bytes > bytes || bytes > slice.size || bytes > kMaxWeightedBlockBytes) {
     return StatusCode::kCorrupt;
   }
@@ -188,31 +187,18 @@ __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeT
   *streams = {nullptr, raw ? 0 : h.streams_per_lane, {0, 0}, {0, 0}};
   const int32_t payload_bits = find_bounds(h, at, memory.block, streams);
   if (payload_bits > kMaxPayloadBits) return StatusCode::kCorrupt;
-  at = weighted_layout(h, payload_bits);
+  h.payload_bits = static_cast<uint16_t>(payload_bits);
+  at = block_layout(h);
   if (at.bytes != bytes) return StatusCode::kCorrupt;
   streams->payload = memory.block + at.payload;
-  CodedBlockHeader coded;
-  coded.mode = h.mode;
-  coded.streams_per_lane = h.streams_per_lane;
-  coded.component = h.component;
-  coded.tokens = h.tokens;
-  coded.dims = h.dims;
-  coded.base = static_cast<int16_t>(h.base_or_books);
-  coded.payload_bits = static_cast<uint16_t>(payload_bits);
-  coded.exceptions = h.exceptions;
-  CodedBlockLayout coded_at;
-  coded_at.payload = at.payload;
-  coded_at.exceptions = at.exceptions;
-  coded_at.end = at.end;
-  coded_at.bytes = at.bytes;
-  if (lane_index() == 0) memory.state->header = coded, memory.state->at = coded_at;
+  if (lane_index() == 0) memory.state->header = h, memory.state->at = at;
 
   const int32_t fields = raw ? 0 : kWarpLanes * h.streams_per_lane * h.length_bits;
   bool valid = warp_checksum(memory.block, at.bytes) == h.checksum;
   valid &= gap_is_zero(memory.block, 8 * at.exponents + h.tokens * h.exponent_bits, at.lengths);
   valid &= gap_is_zero(memory.block, 8 * at.lengths + fields, raw ? at.payload : at.low_plane);
-  valid &= padding_is_zero(coded, coded_at, memory.block);
-  valid &= exceptions_are_valid(coded, coded_at, memory.block);
+  valid &= padding_is_zero(h, at, memory.block);
+  valid &= exceptions_are_valid(h, at, memory.block);
   valid &= load_factors(h, at, memory.block, slice.first_dim == 0, memory.factors);
   __syncwarp();
   return valid ? StatusCode::kOk : StatusCode::kCorrupt;
@@ -237,7 +223,7 @@ decode_block_tiles(const WeightedDecode& call, const RangeTarget& target,
     const bool keep = keeps && slice.first_dim == 0;
     const WarpMemory warp{memory.block, keep ? memory.first : memory.tile,
                           keep ? kTileTokens * kTileStride : 0};
-    const CodedBlockHeader& header = memory.state->header;
+    const BlockHeader& header = memory.state->header;
     const auto finish = [&](int32_t tile, const int16_t* codes) {
       if (!keep) finish_tile(slice.first_dim, header.dims, tile, codes);
     };

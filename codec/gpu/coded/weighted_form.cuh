@@ -11,8 +11,8 @@ namespace tierkv {
 
 // The form in which a block is stored: its header without the checksum.
 struct BlockForm {
-  WeightedBlockHeader header;
-  WeightedBlockLayout at;
+  BlockHeader header;
+  BlockLayout at;
   bool coded;
 };
 // The header and the checksum of a block whose rest is written.
@@ -56,9 +56,9 @@ struct EncodedSlice {
   int32_t dims, tokens;
 
   // As the host's raw_header().
-  __device__ __forceinline__ WeightedBlockHeader raw_header(const CodeRange& range) const {
+  __device__ __forceinline__ BlockHeader raw_header(const CodeRange& range) const {
     const RawForm raw = raw_form(range.lowest(), range.highest());
-    WeightedBlockHeader h;
+    BlockHeader h;
     h.mode = raw.mode;
     h.component = component;
     h.tokens = static_cast<uint8_t>(tokens);
@@ -79,20 +79,21 @@ struct EncodedSlice {
   // Coded where that is possible and smaller, as the host's encode_slice().
   __device__ __forceinline__ BlockForm choose(const CodeRange& range, const SlicePlan& plan) const {
     BlockForm form{raw_header(range), {}, false};
-    form.at = weighted_layout(form.header, 0);
+    form.at = block_layout(form.header);
     const int32_t other = streams == 2 ? plan.bits[1] : plan.bits[0];
     const int32_t least = __reduce_min_sync(kFullWarp, min(plan.bits[0], other));
     const int32_t most = __reduce_max_sync(kFullWarp, max(plan.bits[0], other));
     if (plan.possible) {
-      WeightedBlockHeader h = form.header;
+      BlockHeader h = form.header;
       h.mode = BlockMode::kPair;
       h.streams_per_lane = static_cast<uint8_t>(streams);
       h.table_id = table_id;
       h.base_or_books = 0;
+      h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
       h.least_length = static_cast<uint16_t>(least);
       h.length_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(most - least)));
-      h.exceptions = static_cast<uint8_t>(plan.exceptions);
-      const WeightedBlockLayout at = weighted_layout(h, plan.payload_bits);
+      h.exceptions = static_cast<uint16_t>(plan.exceptions);
+      const BlockLayout at = block_layout(h);
       if (at.bytes < form.at.bytes) form = {h, at, true};
     }
     form.header.units = static_cast<uint16_t>(form.at.bytes / kBlockAlignment);
@@ -100,7 +101,7 @@ struct EncodedSlice {
   }
   __device__ __forceinline__ void write_bounds(const BlockForm& form, const SlicePlan& plan,
                                                uint32_t* block) const {
-    const WeightedBlockHeader& h = form.header;
+    const BlockHeader& h = form.header;
     for (int32_t t = lane_index(); exponents != nullptr && t < tokens; t += kWarpLanes) {
       or_field(block + form.at.exponents / 4, t, h.exponent_bits,
                static_cast<uint32_t>(exponents[t] - h.least_exponent));

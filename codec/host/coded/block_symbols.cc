@@ -5,14 +5,27 @@
 #include <array>
 
 #include "codec/format/huffman.h"
+#include "codec/format/weighted_block_format.h"
 
 namespace tierkv {
 namespace {
 
 constexpr int32_t kExceptionBits = 8 * kExceptionBytes;
+constexpr int32_t kMaxStreams = 2 * kWarpLanes;
 // Digits that are no digits.
 constexpr int16_t kOutside = -1;
 constexpr int16_t kPadding = -2;
+
+// A slice as code words of its books.
+struct SymbolPlan {
+  uint32_t entries[kMaxBlockCodes];  // code word, its length from bit 16 on
+  int32_t entries_per_stream = 0;
+  uint32_t stream_bits[kMaxStreams];
+  int64_t payload_bits = 0;
+  uint32_t exceptions[kMaxExceptions];  // as the block has them, ascending
+  int32_t exception_count = 0;
+  bool possible = true;  // false: too many exceptions or bits, or an exception too far away
+};
 
 class SymbolPlanner {
  public:
@@ -225,9 +238,9 @@ void write_raw_tiles(const Slice& slice, Component component, int32_t bits, uint
   }
 }
 
-}  // namespace
-
-RawForm raw_form(const Slice& slice) {
+// The header of a slice's raw form.
+BlockHeader raw_header(const Slice& slice, uint8_t version, Component component,
+                       const int8_t* exponents) {
   int32_t lowest = INT16_MAX, highest = INT16_MIN;
   for (int32_t t = 0; t < slice.tokens; ++t) {
     for (int32_t d = 0; d < slice.dims; ++d) {
@@ -235,39 +248,105 @@ RawForm raw_form(const Slice& slice) {
       highest = std::max(highest, slice.at(t, d));
     }
   }
-  return raw_form(lowest, highest);
+  const RawForm raw = raw_form(lowest, highest);
+  BlockHeader h;
+  h.version = version;
+  h.mode = raw.mode;
+  h.component = component;
+  h.tokens = static_cast<uint8_t>(slice.tokens);
+  h.dims = static_cast<uint8_t>(slice.dims);
+  h.base_or_books = static_cast<uint16_t>(raw.base);
+  if (exponents == nullptr) return h;
+  const auto [least, most] = std::minmax_element(exponents, exponents + slice.tokens);
+  h.least_exponent = *least;
+  h.exponent_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(*most - *least)));
+  return h;
 }
 
-void plan_symbols(const Slice& slice, const SliceBooks& books, int32_t most_exceptions,
-                  SymbolPlan* plan) {
-  plan->possible = !is_raw_mode(books.first().mode);
-  if (plan->possible) SymbolPlanner(slice, books, most_exceptions, plan).run();
+BlockHeader coded_header(const BlockHeader& raw, const BlockHeader& named, const SliceBooks& books,
+                         const SymbolPlan& plan) {
+  BlockHeader h = raw;
+  h.mode = books.first().mode;
+  h.streams_per_lane = static_cast<uint8_t>(books.first().streams_per_lane);
+  h.table_id = named.table_id;
+  h.base_or_books = named.base_or_books;
+  h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
+  h.exceptions = static_cast<uint16_t>(plan.exception_count);
+  h.length_bits = kStartBits;
+  if (h.version == kCodedBlockVersion) return h;
+  const uint32_t* bits = plan.stream_bits;
+  const auto [least, most] = std::minmax_element(bits, bits + books.streams());
+  h.least_length = static_cast<uint16_t>(*least);
+  h.length_bits = static_cast<uint8_t>(bits_for(*most - *least));
+  return h;
 }
 
-void write_plan(const Slice& slice, const SliceBooks& books, const SymbolPlan& plan,
-                const PlanTarget& to) {
+// Into zeroed bytes: where the streams lie, the streams of a possible plan, without gaps, its
+// exceptions and, for kSplit, the low nibbles.
+void write_coded(const Slice& slice, const SliceBooks& books, const SymbolPlan& plan,
+                 const BlockHeader& h, uint8_t* block) {
+  const BlockLayout at = block_layout(h);
+  uint32_t start = 0;
+  for (int32_t i = 0; i < books.streams(); ++i) {
+    const uint32_t bits = plan.stream_bits[i];
+    store_field(block + at.lengths, i, h.length_bits,
+                h.version == kCodedBlockVersion ? start : bits - h.least_length);
+    start += bits;
+  }
   uint8_t payload[(kMaxPayloadBits + 31) / 32 * 4 + kBitWriterSlackBytes];
   BitWriter writer(payload);
   for (int32_t i = 0; i < books.streams() * plan.entries_per_stream; ++i) {
     writer.put(plan.entries[i] & 0xffffu, static_cast<int32_t>(plan.entries[i] >> 16));
   }
-  memcpy(to.payload, payload, static_cast<size_t>(plan.payload_bits + 31) / 32 * 4);
+  memcpy(block + at.payload, payload, static_cast<size_t>(plan.payload_bits + 31) / 32 * 4);
   for (int32_t i = 0; i < plan.exception_count; ++i) {
-    store_u32(to.exceptions + kExceptionBytes * i, plan.exceptions[i]);
+    store_u32(block + at.exceptions + kExceptionBytes * i, plan.exceptions[i]);
   }
-  if (books.first().mode != BlockMode::kSplit) return;
-  write_raw_tiles(slice, books.first().component, 4, to.low_plane, [&](int32_t t, int32_t d) {
+  if (h.mode != BlockMode::kSplit) return;
+  write_raw_tiles(slice, h.component, 4, block + at.low_plane, [&](int32_t t, int32_t d) {
     const Codebook& book = *books.of[d / kDimBlock];
     const int32_t above = slice.at(t, d) - book.base;
     return above >= 0 && above < book.levels ? above & 15 : 0;
   });
 }
 
-void write_raw_codes(const Slice& slice, Component component, const RawForm& raw, uint8_t* tiles) {
-  const int32_t bits = raw_bits(raw.mode), base = raw.base;
-  write_raw_tiles(slice, component, bits, tiles, [&](int32_t t, int32_t d) {
-    return (slice.at(t, d) - base) & ((1 << bits) - 1);
-  });
+}  // namespace
+
+void encode_slice(const Slice& slice, const SliceBooks& books, const BlockHeader& named,
+                  const int8_t* exponents, std::vector<uint8_t>* out) {
+  const bool weighted = named.version == kWeightedBlockVersion;
+  SymbolPlan plan;
+  plan.possible = !is_raw_mode(books.first().mode);
+  if (plan.possible) {
+    SymbolPlanner(slice, books, weighted ? kMaxWeightedExceptions : kMaxExceptions, &plan).run();
+  }
+  BlockHeader h = raw_header(slice, named.version, books.first().component, exponents);
+  BlockLayout at = block_layout(h);
+  if (plan.possible) {
+    const BlockHeader coded = coded_header(h, named, books, plan);
+    const BlockLayout coded_at = block_layout(coded);
+    if (coded_at.bytes < at.bytes) h = coded, at = coded_at;
+  }
+  h.units = static_cast<uint16_t>(at.bytes / kBlockAlignment);
+  const size_t begin = out->size();
+  out->resize(begin + static_cast<size_t>(at.bytes), 0);
+  uint8_t* block = out->data() + begin;
+  for (int32_t t = 0; exponents != nullptr && t < slice.tokens; ++t) {
+    store_field(block + at.exponents, t, h.exponent_bits,
+                static_cast<uint32_t>(exponents[t] - h.least_exponent));
+  }
+  if (is_raw_mode(h.mode)) {
+    const int32_t bits = raw_bits(h.mode), base = h.base();
+    write_raw_tiles(slice, h.component, bits, block + at.payload, [&](int32_t t, int32_t d) {
+      return (slice.at(t, d) - base) & ((1 << bits) - 1);
+    });
+  } else {
+    write_coded(slice, books, plan, h, block);
+  }
+  const auto store = weighted ? store_weighted_header : store_header;
+  store(h, block);
+  h.checksum = block_checksum(block, at.bytes);
+  store(h, block);
 }
 
 }  // namespace tierkv

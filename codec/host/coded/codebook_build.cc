@@ -5,7 +5,6 @@
 #include <string>
 
 #include "codec/format/codebook.h"
-#include "codec/format/codebook_choice.h"
 #include "codec/format/huffman.h"
 
 namespace tierkv {
@@ -13,6 +12,12 @@ namespace {
 
 // A mode of one code a lookup decodes at half the speed: it must save this share of the bits.
 constexpr double kSingleMustSave = 0.05;
+// An exception also costs the decoder some work, so a symbol stays in the alphabet although its
+// code words, which shorten everybody else's, cost up to twice the bits
+// (docs/notes/2026-11-21-entropy-choices.md).
+constexpr double kExceptionPrice = 64;
+// Symbols that are rarer than one in such a share of the decode table become exceptions.
+constexpr uint64_t kRarityShares[] = {8, 24, 72, uint64_t{1} << 30};
 
 // Counts of an alphabet's symbols, and how many codes fall outside it.
 struct SymbolCounts {
@@ -23,7 +28,27 @@ struct SymbolCounts {
 
 struct Candidate {
   Codebook codebook;
-  double price = 0;
+  double price = 0;  // in bits, rounded alike everywhere
+};
+
+// The cheapest of several candidates, or why the last one failed.
+class Cheapest {
+ public:
+  void consider(Result<Candidate> candidate) {
+    if (!candidate) {
+      failure_ = candidate.status();
+    } else if (!best_ || candidate->price < best_->price) {
+      best_ = std::move(*candidate);
+    }
+  }
+  Result<Candidate> take() {
+    if (!best_) return failure_;
+    return std::move(*best_);
+  }
+
+ private:
+  std::optional<Candidate> best_;
+  Status failure_;
 };
 
 // The window of `levels` codes that holds the most of them; where several do, the one most central
@@ -161,15 +186,16 @@ Result<Candidate> code_symbols(const SymbolCounts& symbols, int32_t max_length, 
   if (Status s = find_code_lengths(counts, max_length, &out.codebook.lengths); !s) return s;
   const auto& lengths = out.codebook.lengths;
   out.codebook.max_length = *std::max_element(lengths.begin(), lengths.end());
-  CodeCost cost;
-  for (size_t s = 0; s < counts.size(); ++s) cost.payload += counts[s] * lengths[s];
-  cost.total = total;
-  cost.dropped = dropped;
-  cost.outside = symbols.outside;
+  uint64_t payload = 0;
+  for (size_t s = 0; s < counts.size(); ++s) payload += counts[s] * lengths[s];
+  auto bits = static_cast<double>(payload);
+  // A symbol that replaces a dropped one is taken to have the mean length.
+  if (total > dropped) bits *= static_cast<double>(total) / static_cast<double>(total - dropped);
   // The low nibbles, padding included.
-  if (out.codebook.mode == BlockMode::kSplit) cost.low_bits = 8 * total;
-  cost.book_bytes = codebook_bytes(out.codebook);
-  out.price = price_of(cost);
+  const uint64_t low_bits = out.codebook.mode == BlockMode::kSplit ? 8 * total : 0;
+  const double fixed =
+      static_cast<double>(low_bits) + 8.0 * static_cast<double>(codebook_bytes(out.codebook));
+  out.price = bits + fixed + kExceptionPrice * static_cast<double>(symbols.outside + dropped);
   return out;
 }
 
@@ -178,24 +204,17 @@ Result<Candidate> code_symbols(const SymbolCounts& symbols, int32_t max_length, 
 Result<Candidate> best_code(const SymbolCounts& symbols, int32_t max_length) {
   uint64_t total = 0;
   for (uint64_t n : symbols.counts) total += n;
-  std::optional<Candidate> best;
-  Status failure;
+  Cheapest best;
   int64_t tried = -1;  // symbols of the last code
-  for (int32_t i = 0; i < kRarityChoices; ++i) {
-    const uint64_t rarest = rarest_kept(i, total, max_length);
+  for (const uint64_t share : kRarityShares) {
+    const uint64_t rarest = std::max<uint64_t>(total / (share << max_length), 1);
     const int64_t kept = std::count_if(symbols.counts.begin(), symbols.counts.end(),
                                        [rarest](uint64_t n) { return n >= rarest; });
     if (kept == tried) continue;  // the same symbols as before
     tried = kept;
-    Result<Candidate> candidate = code_symbols(symbols, max_length, rarest);
-    if (!candidate) {
-      failure = candidate.status();
-    } else if (!best || candidate->price < best->price) {
-      best = std::move(*candidate);
-    }
+    best.consider(code_symbols(symbols, max_length, rarest));
   }
-  if (!best) return failure;
-  return std::move(*best);
+  return best.take();
 }
 
 Result<Candidate> code_window(const CodeHistogram& h, BlockMode mode, int32_t levels,
@@ -213,27 +232,19 @@ Result<Candidate> code_window(const CodeHistogram& h, BlockMode mode, int32_t le
   return best_code(symbols, spec.max_length);
 }
 
-// The best number of levels for a mode: all codes where they fit, else the widest alphabet or a
-// narrower one with more exceptions and fewer symbols.
+// The best number of levels for a mode: as many as there are codes where they fit, else the widest
+// alphabet or a narrower one with more exceptions and fewer symbols.
 Result<Candidate> best_of_mode(const CodeHistogram& h, BlockMode mode, const CodebookSpec& spec) {
   const int32_t range = std::clamp(h.max_code() - h.min_code() + 1, 2, 65536);
   const int32_t widest = mode == BlockMode::kPair ? 32 : mode == BlockMode::kQuad ? 4 : 256;
   const int32_t narrowest = mode == BlockMode::kSplit ? 17 : 2;
-  std::optional<Candidate> best;
-  Status failure;
+  Cheapest best;
   const int32_t enough = std::max(range, narrowest);
-  for (int32_t i = 0; i < kAlphabetChoices; ++i) {
-    const int32_t levels = alphabet_levels(i, narrowest, widest, enough);
-    if (levels == 0) continue;
-    Result<Candidate> candidate = code_window(h, mode, levels, spec);
-    if (!candidate) {
-      failure = candidate.status();
-    } else if (!best || candidate->price < best->price) {
-      best = std::move(*candidate);
-    }
+  for (const int32_t levels : {widest, 128, 96, 64, 48, 40, 28, 24, 20, 16, enough}) {
+    if (levels < narrowest || levels > widest || levels > enough) continue;
+    best.consider(code_window(h, mode, levels, spec));
   }
-  if (!best) return failure;
-  return std::move(*best);
+  return best.take();
 }
 
 }  // namespace

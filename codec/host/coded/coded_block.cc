@@ -2,76 +2,31 @@
 #include "codec/format/coded_block.h"
 
 #include <algorithm>
+#include <cstring>
+#include <string>
 
-#include "codec/format/coded_block_format.h"
 #include "codec/format/errors.h"
+#include "codec/host/coded/block_streams.h"
 #include "codec/host/coded/block_symbols.h"
 #include "tierkv/layout.h"
 
 namespace tierkv {
-namespace {
 
-void write_coded(const Slice& slice, const SliceBooks& books, const SymbolPlan& plan,
-                 const CodedBlockLayout& at, uint8_t* block) {
-  uint32_t start = 0;
-  for (int32_t stream = 0; stream < books.streams(); ++stream) {
-    store_u16(block + at.starts + 2 * stream, start);
-    start += plan.stream_bits[stream];
+uint16_t block_checksum(const uint8_t* block, int32_t bytes) {
+  // The sums of the words 4 g + j and of their prefix sums, for j = 0..3: word 4 g + j of 4 G words
+  // weighs 4 (G - g) - j.
+  uint64_t prefix[4] = {}, sum[4] = {};
+  for (int32_t i = 0; i < bytes; i += kBlockAlignment) {
+    uint32_t words[4];
+    memcpy(words, block + i, sizeof(words));
+    for (int32_t j = 0; j < 4; ++j) sum[j] += prefix[j] += words[j];
   }
-  write_plan(slice, books, plan, {block + at.low_plane, block + at.payload, block + at.exceptions});
+  uint64_t total = 4 * (sum[0] + sum[1] + sum[2] + sum[3]);
+  total -= prefix[1] + 2 * prefix[2] + 3 * prefix[3];
+  const uint64_t stored = static_cast<uint64_t>(load_u16(block + 14)) << 16;
+  total -= stored * static_cast<uint64_t>(bytes / 4 - 3);
+  return static_cast<uint16_t>(total % kChecksumPrime);
 }
-
-CodedBlockHeader raw_header(const Slice& slice, Component component, const RawForm& raw) {
-  CodedBlockHeader h;
-  h.mode = raw.mode;
-  h.component = component;
-  h.tokens = static_cast<uint8_t>(slice.tokens);
-  h.dims = static_cast<uint8_t>(slice.dims);
-  h.base = raw.base;
-  return h;
-}
-
-CodedBlockHeader coded_header(const CodedBlockHeader& raw, const Codebook& codebook,
-                              const SymbolPlan& plan) {
-  CodedBlockHeader h = raw;
-  h.mode = codebook.mode;
-  h.streams_per_lane = static_cast<uint8_t>(codebook.streams_per_lane);
-  h.table_id = codebook.table_id;
-  h.base = static_cast<int16_t>(codebook.base);
-  h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
-  h.exceptions = static_cast<uint16_t>(plan.exception_count);
-  return h;
-}
-
-void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint8_t>* out) {
-  const SliceBooks books(codebook);
-  SymbolPlan plan;
-  plan_symbols(slice, books, kMaxExceptions, &plan);
-  const RawForm raw = raw_form(slice);
-  CodedBlockHeader header = raw_header(slice, codebook.component, raw);
-  CodedBlockLayout at = block_layout(header);
-  bool coded = false;
-  if (plan.possible) {
-    const CodedBlockHeader candidate = coded_header(header, codebook, plan);
-    const CodedBlockLayout candidate_at = block_layout(candidate);
-    coded = candidate_at.bytes < at.bytes;
-    if (coded) header = candidate, at = candidate_at;
-  }
-  header.units = static_cast<uint16_t>(at.bytes / kBlockAlignment);
-  const size_t begin = out->size();
-  out->resize(begin + static_cast<size_t>(at.bytes), 0);
-  uint8_t* block = out->data() + begin;
-  if (coded) {
-    write_coded(slice, books, plan, at, block);
-  } else {
-    write_raw_codes(slice, header.component, raw, block + at.payload);
-  }
-  store_header(header, block);
-  header.checksum = block_checksum(block, at.bytes);
-  store_header(header, block);
-}
-
-}  // namespace
 
 Status check_block_shape(int32_t tokens, int32_t head_dim) {
   if (tokens < 1 || tokens > kBlockTokens) return invalid("a block has 1 to 64 tokens");
@@ -82,11 +37,26 @@ Status check_block_shape(int32_t tokens, int32_t head_dim) {
 Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
                     const Codebook& codebook, std::vector<uint8_t>* out) {
   if (Status s = check_block_shape(tokens, head_dim); !s) return s;
+  BlockHeader named;
+  named.version = kCodedBlockVersion;
+  named.table_id = codebook.table_id;
+  named.base_or_books = static_cast<uint16_t>(codebook.base);
   for (int32_t first = 0; first < head_dim; first += kSliceDims) {
     const int32_t dims = std::min(kSliceDims, head_dim - first);
-    encode_slice({codes + first, tokens, dims, head_dim}, codebook, out);
+    encode_slice({codes + first, tokens, dims, head_dim}, SliceBooks(codebook), named, nullptr,
+                 out);
   }
   return Status::ok();
+}
+
+Status decode_block(const uint8_t* bytes, int64_t size, int32_t tokens, int32_t head_dim,
+                    const Codebook& codebook, int16_t* codes) {
+  if (Status s = check_block_shape(tokens, head_dim); !s) return s;
+  const BlockSource from = {bytes, size, kCodedBlockVersion, {&codebook, 1}};
+  const char* wrong = decode_slices(from, {codes, tokens, head_dim, head_dim}, nullptr);
+  if (wrong == nullptr) return Status::ok();
+  std::fill_n(codes, static_cast<int64_t>(tokens) * head_dim, int16_t{0});
+  return corrupt(std::string("coded block: ") + wrong);
 }
 
 }  // namespace tierkv

@@ -14,6 +14,14 @@
 
 namespace tierkv {
 
+// a * b / total without overflow, for counts below 2^56; exact enough to rank symbols and the same
+// on every machine.
+inline uint64_t expected_count(uint64_t a, uint64_t b, uint64_t total) {
+  int32_t shift = 0;
+  while (total >> shift >= uint64_t{1} << 31) ++shift;
+  return total >> shift == 0 ? 0 : ((a >> shift) * (b >> shift) / (total >> shift)) << shift;
+}
+
 class CodeHistogram {
  public:
   // Pairs are counted exactly where both codes lie in [kPairMin, kPairMax], which holds all signed

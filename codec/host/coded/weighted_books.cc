@@ -5,7 +5,6 @@
 #include <numeric>
 #include <string>
 
-#include "codec/format/codebook_choice.h"
 #include "tierkv/layout.h"
 
 namespace tierkv {

@@ -141,7 +141,7 @@ struct RestoreTokens {
     const CodedBlockRef ref = device.refs(from.slot, from.layer, h, c)[block];
     const uint8_t* bytes = device.view.pages.base + int64_t{ref.offset} * kUnitBytes;
     if (!device.is_fixed(from.slot, from.layer)) return static_cast<int8_t>(bytes[t]);
-    const WeightedBlockHeader header = load_weighted_header(bytes);
+    const BlockHeader header = load_weighted_header(bytes);
     return header.least_exponent + static_cast<int32_t>(load_field(bytes + kCodedBlockHeaderBytes,
                                                                    t, header.exponent_bits));
   }

@@ -434,7 +434,7 @@ struct DecodeOldBlocks : CallWork {
   }
   // block: the first slice.
   __device__ static void put_exponents(const uint8_t* block, int32_t tokens, uint8_t (*words)[4]) {
-    const WeightedBlockHeader h = load_weighted_header(block);
+    const BlockHeader h = load_weighted_header(block);
     for (int32_t t = lane_index(); t < tokens; t += kWarpLanes) {
       const auto e = static_cast<uint8_t>(h.least_exponent +
                                           static_cast<int32_t>(load_word_field(

@@ -37,15 +37,16 @@ struct WeightedBlockStats {
  private:
   // Returns the bytes of the block.
   int32_t add_block(const uint8_t* bytes) {
-    const WeightedBlockHeader h = load_weighted_header(bytes);
+    BlockHeader h = load_weighted_header(bytes);
     const bool is_raw = is_raw_mode(h.mode);
     const int32_t streams = is_raw ? 0 : kWarpLanes * h.streams_per_lane;
-    const uint8_t* const lengths = bytes + weighted_layout(h, 0).lengths;
+    const uint8_t* const lengths = bytes + block_layout(h).lengths;
     int32_t coded = 0;
     for (int32_t i = 0; i < streams; ++i) {
       coded += h.least_length + static_cast<int32_t>(load_field(lengths, i, h.length_bits));
     }
-    const WeightedBlockLayout at = weighted_layout(h, coded);
+    h.payload_bits = static_cast<uint16_t>(coded);
+    const BlockLayout at = block_layout(h);
     const int64_t tiles = is_raw                        ? at.exceptions - at.payload
                           : h.mode == BlockMode::kSplit ? at.payload - at.low_plane
                                                         : 0;
