@@ -2,9 +2,10 @@
 // Caches of serving engines that have block tables of their own, vLLM's among them.
 //
 // The engine owns memory, block tables and slot mappings; this header compresses into its blocks
-// and attends over them. A block is 64 tokens of one layer: a page for every kv_head, one behind
-// the other, each without scores, positions and records. Page bytes a token at 128 channels: 200
-// (K8V4), 136 (K4V4), 104 (K4V2). All pages of a layer have one format; layers may differ.
+// and attends over them. A block is block_tokens tokens of one layer, 64 by default: a page for
+// every kv_head, one behind the other, each without scores, positions and records. Page bytes a
+// token at 128 channels: 200 (K8V4), 136 (K4V4), 104 (K4V2). All pages of a layer have one format;
+// layers may differ.
 //
 //   config       heads, channels, format, the largest batch
 //   encode       new keys and values into the slots that the engine gives, one launch a layer

@@ -9,9 +9,9 @@
 // A row is a (sequence, layer, kv_head). By position its tokens are the sinks, which stay raw; the
 // body, which is compressed; and the window with what waits before it, raw. The same calls serve
 // prompts, turns and steps. A chunk of more than kMaxStepTokens is compressed layer by layer as
-// append() brings it, so at most one layer of a chunk is raw at any time. A step of fewer tokens is
-// compressed for all layers by begin(). The same tokens give the same bytes in whatever chunks they
-// come, unless significances come too.
+// append() brings it, so at most one layer of a chunk is raw at any time. A step of up to so many
+// is compressed for all layers by begin(). The same tokens give the same bytes in whatever chunks
+// they come, unless significances come too.
 //
 // The config's format says how the body is compressed: Coded (entropy-coded weighted steps), Tiers
 // (fixed widths by importance) or Channel (channel-wise keys). All calls serve every format.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Errors are values. Every fallible function of the library returns a Status or a Result<T>;
-// nothing in the library throws, exits, aborts or prints. A failed call has written nothing unless
-// its declaration says otherwise.
+// nothing in the library exits, aborts or prints, or throws anything but std::bad_alloc. A failed
+// call has written nothing unless its declaration says otherwise.
 //
 // Device code reports with StatusCode alone, one per row, in an array that the caller reads later.
 #pragma once

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /* tierkv for C and for every language that can call C: the codec and the `.tkv` container.
  *
- * Use it where C++20 is not at hand, or where the library is loaded at run time: a program keeps
+ * Use it where C++17 is not at hand, or where the library is loaded at run time: a program keeps
  * working with every later libtierkv.so of the same soname (before 1.0: of the same minor version)
  * without being compiled again. What reads and writes kv-dumps needs HDF5 and lives in a library of
  * its own, tierkv_dumps_c.h.

@@ -50,7 +50,7 @@ __device__ __forceinline__ void clear_tile_side(const PageRef& page, int32_t til
   }
 }
 
-// open_slot(): clears the tile when the slot is its first.
+// Clears the tile when the slot is its first.
 __device__ __forceinline__ void open_token_slot(const PageRef& page, int32_t slot) {
   if (slot % kTileTokens != 0) return;
   clear_tile_side(page, slot / kTileTokens, Component::kKey);
