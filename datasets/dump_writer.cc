@@ -392,4 +392,8 @@ Status DumpWriter::finish() {
   return Status::ok();
 }
 
+void leave_hdf5_as_it_is_at_exit() {
+  H5dont_atexit();
+}
+
 }  // namespace tierkv::datasets

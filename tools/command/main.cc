@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <csignal>
 
+#include "datasets/dump.h"
 #include "tools/command/command.h"
 #include "tools/command/interrupt.h"
 
@@ -17,6 +18,7 @@ int main(int argc, char** argv) {
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   // A file that grows past its limit is a write that fails, with a message and nothing left behind.
   std::signal(SIGXFSZ, SIG_IGN);
+  tierkv::datasets::leave_hdf5_as_it_is_at_exit();
   CLI::App app("tierkv: what compression does to a KV cache");
   app.set_version_flag("--version", TIERKV_VERSION);
   app.require_subcommand(1);
