@@ -70,10 +70,12 @@ Status launch(ScoreTask task, bool is_lse, GpuStream stream) {
   const Result<ScoreLaunch> chosen = choose<kHeadDim, kDtype>(task, is_lse);
   if (!chosen) return chosen.status();
   const SignificanceCall& p = task.p;
-  task.parts = split_keys(p, chosen->rows);
-  const KeyParts& parts = task.parts;
-  const dim3 grid(p.num_kv_heads, p.num_sequences,
-                  is_lse ? parts.query_tiles * parts.count : (p.max_tokens - 1) / chosen->rows + 1);
+  dim3 grid(p.num_kv_heads, p.num_sequences, (p.max_tokens - 1) / chosen->rows + 1);
+  if (is_lse) {
+    task.line = share_out(p, chosen->rows);
+    if (task.line.share > 0) grid.x = 1;
+    grid.z = task.line.ctas;
+  }
   if (grid.z > kMostGridLines) {
     return Status(StatusCode::kUnsupported, "prompt scores: max_tokens with this query_stride");
   }
@@ -85,7 +87,7 @@ Status launch(ScoreTask task, bool is_lse, GpuStream stream) {
   }
   Status s = launch_after_previous(chosen->kernel, grid, chosen->threads, chosen->shared_bytes,
                                    stream, task);
-  if (!s || !is_lse || parts.count == 1) return s;
+  if (!s || task.line.share == 0) return s;
   const int32_t queries = sample_tokens(p.max_tokens, p.query_stride).count;
   const dim3 join_grid((queries - 1) / kJoinThreads + 1, p.num_sequences, p.num_q_heads);
   return launch_after_previous(join_lse, join_grid, kJoinThreads, 0, stream, task);

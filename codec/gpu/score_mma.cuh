@@ -150,6 +150,7 @@ __device__ __forceinline__ void mma_tile(const ScoreTask& task, const CtaTile& t
       source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens), stream,
       kRowsAreQueries ? nullptr : task.lse, p.total_tokens, taker.needed(tile), &taker);
   taker.finish(tile, p.total_tokens, task.out);
+  __syncthreads();  // nobody reads the stages any more
 }
 
 template <int32_t kHeadDim, DType kDtype>
@@ -163,10 +164,9 @@ __global__ void __launch_bounds__(kMathThreads, 1)
 
 template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kMathThreads, 1) mma_lse(const __grid_constant__ ScoreTask task) {
-  CtaTile tile;
-  StreamShape keys;
-  if (!find_queries(task, MmaShape<kHeadDim>::kRows, &tile, &keys)) return;
-  mma_tile<LseTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, keys);
+  take_queries(task, MmaShape<kHeadDim>::kRows, [&](const CtaTile& tile, const StreamShape& keys) {
+    mma_tile<LseTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, keys);
+  });
 }
 
 }  // namespace tierkv

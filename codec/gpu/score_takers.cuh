@@ -143,7 +143,7 @@ struct LseTaker {
       : first_row(warpgroup_index() * 64 * kSubTiles),
         begin(keys.begin),
         end(keys.end),
-        entry(keys.begin / task.parts.keys),
+        entry(tile.part),
         scale(static_cast<float>(task.p.sm_scale) * kLog2E) {
 #pragma unroll
     for (int32_t i = 0; i < 2 * kSubTiles; ++i) {
@@ -233,23 +233,41 @@ inline constexpr int32_t kJoinThreads = 128;
 // A thread for each counted query, blockIdx.z for each q head: joins what the parts of its keys
 // left. Their entries, which belong to queries that are not counted, become NaN.
 __global__ void __launch_bounds__(kJoinThreads) join_lse(const __grid_constant__ ScoreTask task) {
+  constexpr int32_t kAtOnce = 8;
   const SignificanceCall& p = task.p;
+  const QueryLine& line = task.line;
   const auto index = static_cast<int32_t>(blockIdx.x * kJoinThreads + threadIdx.x);
-  const CtaTile tile = find_tile(p, p.query_stride, 1, 0, p.max_tokens);
-  if (index >= tile.count) return;
-  const int32_t query = tile.tokens.position(index), parts = query / task.parts.keys + 1;
+  const auto head = static_cast<int32_t>(blockIdx.z);
+  wait_for_previous_kernel();
+  const CtaTile sequence = find_sequence(p, p.query_stride, 1);
+  if (index >= sequence.tokens.count) return;
+  const int32_t query = sequence.tokens.position(index);
+  const int32_t queries = line.tile_tokens / p.query_stride;
+  const int32_t kv_head = head / (p.num_q_heads / p.num_kv_heads);
+  const int64_t of_head = line.begin_of(tiles_of_queries(sequence.tokens.count, queries));
+  const int32_t parts = line.part_of(kv_head * of_head + line.keys_of(index / queries), query) + 1;
   if (parts == 1) return;
-  float* const found =
-      task.out + tile.scalar(static_cast<int32_t>(blockIdx.z), query, p.total_tokens);
-  float top = found[0];
-  for (int32_t i = 1; i < parts; ++i) top = nan_max(top, found[-i]);
-  const float shift = top == -INFINITY ? 0.0f : top;
-  float sum = 0.0f;
-  for (int32_t i = 0; i < parts; ++i) {
-    sum += exp2_approx((found[-i] - shift) * kLog2E);
-    found[-i] = NAN;
+  float* const found = task.out + sequence.scalar(head, query, p.total_tokens);
+  float top = -INFINITY, sum = 0.0f;
+#pragma unroll 1
+  for (int32_t first = 0; first < parts; first += kAtOnce) {
+    float x[kAtOnce], highest = top;
+#pragma unroll
+    for (int32_t i = 0; i < kAtOnce; ++i) {
+      x[i] = first + i < parts ? found[-(first + i)] : -INFINITY;
+    }
+#pragma unroll
+    for (const float y : x) highest = nan_max(highest, y);
+    const float shift = highest == -INFINITY ? 0.0f : highest;
+    sum *= exp2_approx((top - shift) * kLog2E);
+#pragma unroll
+    for (int32_t i = 0; i < kAtOnce; ++i) {
+      sum += exp2_approx((x[i] - shift) * kLog2E);
+      if (first + i < parts) found[-(first + i)] = NAN;
+    }
+    top = highest;
   }
-  found[0] = shift + log2f(sum) * kLn2;
+  found[0] = (top == -INFINITY ? 0.0f : top) + log2f(sum) * kLn2;
 }
 
 }  // namespace tierkv

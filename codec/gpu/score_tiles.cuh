@@ -26,28 +26,47 @@ inline constexpr int32_t kColumns = 128;         // of a streamed tile
 inline constexpr int32_t kScoresPerThread = 64;  // of 64 rows x 128 columns
 inline constexpr int32_t kMathThreads = 256;     // two warpgroups, each with rows of its own
 
-// How the keys of a tile of queries are shared out among CTAs: each takes one part. What part i
-// finds of a query at position j goes to lse[j - i], the entry of a query that is not counted,
-// until join_lse() makes one of them. So there are at most query_stride parts.
-struct KeyParts {
-  int32_t query_tiles = 0;  // of a sequence, at most
-  int32_t count = 0;        // of the last tile, at most
-  int32_t keys = 0;         // of a part
+// How a sequence's log-sum-exps are shared out among CTAs. All tiles of queries, one after the
+// other and kv_head by kv_head, stand for a line. A tile takes as much of it as its last query sees
+// keys, and kStart before them for what it takes to begin a tile. A CTA takes `share` of the line,
+// so it may end one tile and begin another. It begins with a multiple of kColumns keys. What part i
+// of a tile finds of a query at position j goes to lse[j - i], the entry of a query that is not
+// counted, until join_lse() makes one of them. So there are at most query_stride parts.
+struct QueryLine {
+  static constexpr int32_t kStart = kColumns;
+  int32_t tile_tokens = 0;  // from one tile of queries to the next
+  int32_t ctas = 0;         // blockIdx.z: of a kv_head where there is no share, else of a sequence
+  int64_t share = 0;        // 0: a CTA takes a tile
+
+  // Where tile i of a kv_head begins, from the kv_head's begin, and where its first key is.
+  TKV_HD int64_t begin_of(int64_t tile) const {
+    return tile_tokens * (tile * (tile + 1) / 2) + kStart * tile;
+  }
+  TKV_HD int64_t keys_of(int64_t tile) const { return begin_of(tile) + kStart; }
+  // Which part has the key, of a tile whose first one is at `keys`.
+  TKV_HD int32_t part_of(int64_t keys, int32_t key) const {
+    if (share == 0) return 0;
+    return static_cast<int32_t>((keys + key / kColumns * kColumns) / share - keys / share);
+  }
 };
-// For tiles of `rows` queries and heads. A sum's order depends on max_tokens, the
-// numbers of heads, head_dim and query_stride.
-inline KeyParts split_keys(const SignificanceCall& p, int32_t rows) {
-  constexpr int64_t kWantedCtas = 256;  // of a sequence: a large GPU runs them in two rounds
-  constexpr int64_t kMostParts = 16;
-  const int32_t tokens = rows / (p.num_q_heads / p.num_kv_heads);
-  const int32_t tiles = (sample_tokens(p.max_tokens, p.query_stride).count - 1) / tokens + 1;
-  const int32_t key_tiles = (p.max_tokens - 1) / kColumns + 1;
-  // All tiles together have about tiles * (parts + 1) / 2 parts.
-  const int64_t wanted = 2 * kWantedCtas / (int64_t{p.num_kv_heads} * tiles) - 1;
-  const auto parts = static_cast<int32_t>(
-      std::clamp<int64_t>(wanted, 1, std::min<int64_t>(p.query_stride, kMostParts)));
-  const int32_t part_tiles = (key_tiles - 1) / parts + 1;
-  return {tiles, (key_tiles - 1) / part_tiles + 1, part_tiles * kColumns};
+TKV_HD int32_t tiles_of_queries(int32_t queries, int32_t tile_queries) {
+  return (queries - 1) / tile_queries + 1;
+}
+// For tiles of `rows` queries and heads. A sum's order depends on max_tokens, the numbers of heads,
+// head_dim and query_stride.
+inline QueryLine share_out(const SignificanceCall& p, int32_t rows) {
+  constexpr int64_t kWantedCtas = 132;  // of a sequence: the SMs of a large GPU
+  constexpr int64_t kLeastShare = 4 * kColumns;
+  const int32_t counted = sample_tokens(p.max_tokens, p.query_stride).count;
+  const int32_t queries = std::min(rows / (p.num_q_heads / p.num_kv_heads), counted);
+  const int32_t tiles = tiles_of_queries(counted, queries);
+  QueryLine line = {queries * p.query_stride, tiles, 0};
+  if (p.query_stride == 1) return line;
+  const int64_t all = p.num_kv_heads * line.begin_of(tiles);
+  const int64_t for_stride = p.max_tokens / (p.query_stride - 1) + 1;
+  line.share = std::max({(all - 1) / kWantedCtas + 1, kLeastShare, for_stride});
+  line.ctas = static_cast<int32_t>((all - 1) / line.share + 1);
+  return line;
 }
 
 // One launch: stationary rows against the stream of a group.
@@ -55,7 +74,7 @@ struct ScoreTask {
   SignificanceCall p;
   const float* lse;  // significance: in
   float* out;
-  KeyParts parts;  // log-sum-exp
+  QueryLine line;  // log-sum-exp
 };
 
 // Stationary rows of a CTA.
@@ -105,6 +124,7 @@ struct CtaTile {
   int32_t first, count;       // of the tile: indices of `tokens`
   int32_t first_head, heads;  // 1 to kMaxScoreGroup
   int32_t inverse;            // 65536 / heads + 1: exact for the rows of a tile
+  int32_t part;               // of a tile of queries: which part of its keys (QueryLine)
 
   __device__ int32_t index(int32_t row) const { return row * inverse >> 16; }
   __device__ int32_t token(int32_t row) const { return tokens.position(first + index(row)); }
@@ -141,21 +161,23 @@ __device__ inline int32_t log_heads(int32_t heads) {
   return 32 - __clz(heads - 1);
 }
 
-// The tile of this CTA, of `tokens` tokens and `heads` heads for each kv_head; count is not
-// positive where the sequence, blockIdx.y, has no such tile. Waits first for the kernel before.
-__device__ inline CtaTile find_tile(const SignificanceCall& p, int32_t stride, int32_t heads,
-                                    int32_t index, int32_t tokens) {
-  wait_for_previous_kernel();
+// The sequence of this CTA, blockIdx.y, with every stride-th of its tokens; take_tile() says which
+// are in the tile.
+__device__ inline CtaTile find_sequence(const SignificanceCall& p, int32_t stride, int32_t heads) {
   CtaTile tile;
   tile.start = p.starts == nullptr ? 0 : p.starts[blockIdx.y];
   tile.num_tokens = (p.starts == nullptr ? p.total_tokens : p.starts[blockIdx.y + 1]) - tile.start;
   tile.tokens = sample_tokens(tile.num_tokens, stride);
-  tile.first = index * tokens;
-  tile.count = min(tokens, tile.tokens.count - tile.first);
-  tile.first_head = static_cast<int32_t>(blockIdx.x) * heads;
   tile.heads = heads;
   tile.inverse = 65536 / heads + 1;
   return tile;
+}
+// The tile has `tokens` tokens of a kv_head; count is not positive where there is no such tile.
+__device__ __forceinline__ void take_tile(int32_t kv_head, int32_t index, int32_t tokens,
+                                          CtaTile* tile) {
+  tile->first = index * tokens;
+  tile->count = min(tokens, tile->tokens.count - tile->first);
+  tile->first_head = kv_head * tile->heads;
 }
 
 // Keys and the queries that meet them, for significance; false where there are no such keys. Heavy
@@ -163,27 +185,57 @@ __device__ inline CtaTile find_tile(const SignificanceCall& p, int32_t stride, i
 __device__ inline bool find_keys(const SignificanceCall& p, int32_t rows, CtaTile* tile,
                                  StreamShape* queries) {
   const int32_t heads = p.num_q_heads / p.num_kv_heads;
-  *tile = find_tile(p, 1, 1, static_cast<int32_t>(blockIdx.z), rows);
+  wait_for_previous_kernel();
+  *tile = find_sequence(p, 1, 1);
+  take_tile(static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(blockIdx.z), rows, tile);
   const TokenSample counted = sample_tokens(tile->num_tokens, p.query_stride);
   *queries = {counted,       counted.index_from(tile->first),
               counted.count, tile->first_head * heads,
               heads,         log_heads(heads)};
   return tile->count > 0;
 }
-// Queries of a group and a part of the keys that they meet, for the log-sum-exp; false where there
-// are none. The tiles with most keys first.
-__device__ inline bool find_queries(const ScoreTask& task, int32_t rows, CtaTile* tile,
-                                    StreamShape* keys) {
+
+// Calls take(tile, keys) for what this CTA takes of the line: queries of a group, and the part of
+// the keys that they meet. Without a share, blockIdx.x is the kv_head and blockIdx.z the tile, the
+// one with most keys first; with one, blockIdx.z is the place in the line.
+template <class Take>
+__device__ __forceinline__ void take_queries(const ScoreTask& task, int32_t rows, Take&& take) {
   const SignificanceCall& p = task.p;
-  const int32_t heads = p.num_q_heads / p.num_kv_heads;
-  const auto item = static_cast<int32_t>(blockIdx.z);
-  const int32_t index = task.parts.query_tiles - 1 - item / task.parts.count;
-  *tile = find_tile(p, p.query_stride, heads, index, rows / heads);
-  const int32_t begin = item % task.parts.count * task.parts.keys;
-  const int32_t seen = tile->tokens.position(tile->first + tile->count - 1) + 1;
-  *keys = {sample_tokens(tile->num_tokens, 1), begin, min(begin + task.parts.keys, seen),
-           static_cast<int32_t>(blockIdx.x),   1,     0};
-  return tile->count > 0 && begin < keys->end;
+  const QueryLine& line = task.line;
+  const int32_t heads = p.num_q_heads / p.num_kv_heads, queries = rows / heads;
+  wait_for_previous_kernel();
+  CtaTile tile = find_sequence(p, p.query_stride, heads);
+  const int32_t tiles = tiles_of_queries(tile.tokens.count, queries);
+  const int64_t of_head = line.begin_of(tiles);
+  auto kv_head = static_cast<int32_t>(blockIdx.x);
+  auto index = static_cast<int32_t>(gridDim.z - 1 - blockIdx.z);
+  if (line.share > 0) {
+    const int64_t at = blockIdx.z * line.share;
+    kv_head = static_cast<int32_t>(at / of_head);
+    index = 0;
+    while (kv_head * of_head + line.begin_of(index + 1) <= at) ++index;
+  }
+  if (kv_head >= p.num_kv_heads || index >= tiles) return;
+#pragma unroll 1
+  for (bool is_last = false; !is_last;) {
+    const int64_t keys = kv_head * of_head + line.keys_of(index);
+    const int64_t length = line.tile_tokens * (index + int64_t{1});
+    int64_t from = 0, to = length;
+    if (line.share > 0) {
+      from = max(from, blockIdx.z * line.share - keys);
+      to = min(to, (blockIdx.z + int64_t{1}) * line.share - keys);
+    }
+    take_tile(kv_head, index, queries, &tile);
+    const int32_t seen = tile.tokens.position(tile.first + tile.count - 1) + 1;
+    const int32_t first = static_cast<int32_t>(from + kColumns - 1) / kColumns * kColumns;
+    const int32_t behind = static_cast<int32_t>(to + kColumns - 1) / kColumns * kColumns;
+    tile.part = line.part_of(keys, first);
+    const StreamShape stream = {
+        sample_tokens(tile.num_tokens, 1), first, min(behind, seen), kv_head, 1, 0};
+    if (++index == tiles) index = 0, ++kv_head;
+    is_last = line.share == 0 || to < length || kv_head == p.num_kv_heads;
+    if (first < stream.end) take(tile, stream);
+  }
 }
 
 // ---- copies ----

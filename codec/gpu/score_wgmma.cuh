@@ -74,15 +74,19 @@ struct SharedTiles {
 
 // ---- the copying warpgroup ----
 
-// lse: [heads, total_tokens] of the sequence's first token, or null where columns have no scalar.
+// Behind `before` tiles of other streams. lse: [heads, total_tokens] of the sequence's first token,
+// or null where columns have no scalar.
 template <int32_t kHeadDim>
-__device__ void copy_tiles(const SharedTiles<kHeadDim>& shared, const CtaTile& tile,
-                           const RowSource& columns, const StreamShape& stream, const float* lse,
-                           int32_t total_tokens) {
+__device__ __forceinline__ void copy_tiles(const SharedTiles<kHeadDim>& shared, int32_t before,
+                                           const CtaTile& tile, const RowSource& columns,
+                                           const StreamShape& stream, const float* lse,
+                                           int32_t total_tokens) {
   using Shape = ScoreShape<kHeadDim>;
   for (int32_t i = 0; i < stream.tiles(); ++i) {
-    const int32_t stage = i % Shape::kStages;
-    if (i >= Shape::kStages) wait_barrier(shared.empty(stage), (i / Shape::kStages - 1) % 2);
+    const int32_t place = before + i, stage = place % Shape::kStages;
+    if (place >= Shape::kStages) {
+      wait_barrier(shared.empty(stage), (place / Shape::kStages - 1) % 2);
+    }
     copy_rows<kHeadDim, kColumns, kCopyThreads>(columns, shared.stage(stage), [&](uint32_t column) {
       return make_int2(stream.token_of(i, column), stream.head_of(column));
     });
@@ -96,26 +100,26 @@ __device__ void copy_tiles(const SharedTiles<kHeadDim>& shared, const CtaTile& t
     }
     arrive_after_copies(shared.full(stage));
   }
-  wait_copies();
 }
 
 // ---- the multiplying warpgroups ----
 
-// Waits for a tile. The copies were ordinary writes; the tensor cores read through the asynchronous
-// proxy.
+// Waits for the tile at a place, which counts the tiles of all streams. The copies were ordinary
+// writes; the tensor cores read through the asynchronous proxy.
 template <int32_t kHeadDim>
-__device__ __forceinline__ void wait_tile(const SharedTiles<kHeadDim>& shared, int32_t tile) {
+__device__ __forceinline__ void wait_tile(const SharedTiles<kHeadDim>& shared, int32_t place) {
   constexpr int32_t kStages = ScoreShape<kHeadDim>::kStages;
-  wait_barrier(shared.full(tile % kStages), tile / kStages % 2);
+  wait_barrier(shared.full(place % kStages), place / kStages % 2);
   fence_shared_writes();
 }
 template <int32_t kHeadDim>
-__device__ __forceinline__ void release_tile(const SharedTiles<kHeadDim>& shared, int32_t tile) {
-  arrive(shared.empty(tile % ScoreShape<kHeadDim>::kStages));
+__device__ __forceinline__ void release_tile(const SharedTiles<kHeadDim>& shared, int32_t place) {
+  arrive(shared.empty(place % ScoreShape<kHeadDim>::kStages));
 }
 
 // The two warpgroups start their products in turn, so that one takes scores while the other's
-// products run. Barriers 1 and 2 are the turns.
+// products run. Barriers 1 and 2 are the turns. The first turn is warpgroup 0's; warpgroup 1 gives
+// it one for each of its own, of which the last has no tile.
 __device__ __forceinline__ void wait_turn(int32_t warpgroup) {
   asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
 }
@@ -124,33 +128,32 @@ __device__ __forceinline__ void give_turn(int32_t to_warpgroup) {
 }
 
 // Streams all tiles past the warpgroup's rows and gives the taker the scores of those that it
-// needs: take(sub, tile, scores, scalars).
+// needs: take(sub, tile, scores, scalars). `before`: tiles of other streams.
 template <int32_t kHeadDim, DType kDtype, class Taker>
 __device__ __forceinline__ void multiply_tiles(
     const SharedTiles<kHeadDim>& shared,
     const uint32_t (&rows)[ScoreShape<kHeadDim>::kSubTiles][ScoreShape<kHeadDim>::kSteps][4],
-    int32_t tiles, TileRange needed, Taker* taker) {
+    int32_t before, int32_t tiles, TileRange needed, Taker* taker) {
   using Shape = ScoreShape<kHeadDim>;
   constexpr int32_t kLast = Shape::kSubTiles - 1;
   const int32_t warpgroup = warpgroup_index();
   float scores[Shape::kSubTiles][kScoresPerThread];
   const auto wait_for = [&](int32_t i) {
-    if (i < tiles) wait_tile(shared, i);
+    if (i < tiles) wait_tile(shared, before + i);
   };
   wait_for(0);
-  if (warpgroup == 1) give_turn(0);
   for (int32_t i = 0; i < tiles; ++i) {
-    const uint64_t columns = operand(shared.stage(i % Shape::kStages));
-    const float* scalars = shared.scalars(i % Shape::kStages);
+    const int32_t stage = (before + i) % Shape::kStages;
+    const uint64_t columns = operand(shared.stage(stage));
+    const float* scalars = shared.scalars(stage);
     const bool is_needed = __shfl_sync(kFullWarp, i >= needed.begin && i < needed.end, 0);
-    const bool gives_turn = warpgroup == 0 || i + 1 < tiles;
     wait_turn(warpgroup);
     if (is_needed) {
 #pragma unroll
       for (int32_t sub = 0; sub < Shape::kSubTiles; ++sub) {
         start_products<Shape::kSteps, kDtype>(rows[sub], columns, scores[sub]);
       }
-      if (gives_turn) give_turn(1 - warpgroup);
+      give_turn(1 - warpgroup);
       if constexpr (Shape::kSubTiles == 2) {
         wait_products<1>(scores[0]);
         taker->take(0, i, scores[0], scalars);
@@ -161,10 +164,10 @@ __device__ __forceinline__ void multiply_tiles(
       wait_products<0>(scores[kLast]);
       taker->take(kLast, i, scores[kLast], scalars);
     } else {
-      if (gives_turn) give_turn(1 - warpgroup);
+      give_turn(1 - warpgroup);
       wait_for(i + 1);
     }
-    release_tile(shared, i);
+    release_tile(shared, before + i);
   }
 }
 
@@ -181,25 +184,36 @@ __device__ void init_barriers(const SharedTiles<kHeadDim>& shared) {
   __syncthreads();
 }
 
-template <class Taker, int32_t kHeadDim, DType kDtype>
-__device__ __forceinline__ void wgmma_tile(const ScoreTask& task, const CtaTile& tile,
-                                           const StreamShape& stream) {
+// find(take) calls take(tile, stream) for everything that the CTA takes.
+template <class Taker, int32_t kHeadDim, DType kDtype, class Find>
+__device__ __forceinline__ void wgmma_tiles(const ScoreTask& task, Find&& find) {
   constexpr bool kRowsAreQueries = Taker::kRowsAreQueries;
   const SignificanceCall& p = task.p;
   const auto shared = SharedTiles<kHeadDim>::find();
   init_barriers(shared);
+  int32_t before = 0;
   if (warpgroup_index() == kMathThreads / 128) {
     give_registers<56>();
-    copy_tiles(shared, tile, source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens), stream,
-               kRowsAreQueries ? nullptr : task.lse, p.total_tokens);
+    find([&](const CtaTile& tile, const StreamShape& stream) {
+      copy_tiles(shared, before, tile, source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens),
+                 stream, kRowsAreQueries ? nullptr : task.lse, p.total_tokens);
+      before += stream.tiles();
+    });
+    wait_copies();
   } else {
     take_registers<224>();
-    uint32_t rows[ScoreShape<kHeadDim>::kSubTiles][ScoreShape<kHeadDim>::kSteps][4];
-    load_stationary<kHeadDim>(source_of(p, kRowsAreQueries, tile.start, tile.num_tokens), tile,
-                              rows);
-    Taker taker(task, tile, stream);
-    multiply_tiles<kHeadDim, kDtype>(shared, rows, stream.tiles(), taker.needed(tile), &taker);
-    taker.finish(tile, p.total_tokens, task.out);
+    if (warpgroup_index() == 1) give_turn(0);
+    find([&](const CtaTile& tile, const StreamShape& stream) {
+      uint32_t rows[ScoreShape<kHeadDim>::kSubTiles][ScoreShape<kHeadDim>::kSteps][4];
+      load_stationary<kHeadDim>(source_of(p, kRowsAreQueries, tile.start, tile.num_tokens), tile,
+                                rows);
+      Taker taker(task, tile, stream);
+      multiply_tiles<kHeadDim, kDtype>(shared, rows, before, stream.tiles(), taker.needed(tile),
+                                       &taker);
+      taker.finish(tile, p.total_tokens, task.out);
+      before += stream.tiles();
+    });
+    if (warpgroup_index() == 0) wait_turn(0);
   }
 }
 #endif
@@ -211,7 +225,8 @@ __global__ void __launch_bounds__(kWgmmaBound, 1)
   CtaTile tile;
   StreamShape queries;
   if (!find_keys(task.p, StationaryRows<kHeadDim>::kRows, &tile, &queries)) return;
-  wgmma_tile<SignificanceTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, queries);
+  wgmma_tiles<SignificanceTaker<kHeadDim>, kHeadDim, kDtype>(
+      task, [&](auto&& take) { take(tile, queries); });
 #endif
 }
 
@@ -219,10 +234,8 @@ template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kWgmmaBound, 1)
     wgmma_lse(const __grid_constant__ ScoreTask task) {
 #if TKV_HAS_WGMMA
-  CtaTile tile;
-  StreamShape keys;
-  if (!find_queries(task, StationaryRows<kHeadDim>::kRows, &tile, &keys)) return;
-  wgmma_tile<LseTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, keys);
+  wgmma_tiles<LseTaker<kHeadDim>, kHeadDim, kDtype>(
+      task, [&](auto&& take) { take_queries(task, StationaryRows<kHeadDim>::kRows, take); });
 #endif
 }
 

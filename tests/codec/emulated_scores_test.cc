@@ -30,13 +30,14 @@ struct Prompts {
   std::vector<int32_t> starts = {0};
   std::vector<uint16_t> q, k;
   std::vector<float> lse, significance;
-  KeyParts parts;
+  QueryLine line;
+  int32_t tile_queries = 0;
 
   int32_t group() const { return p.num_q_heads / p.num_kv_heads; }
 };
 
-Prompts make_prompts(std::mt19937& rng, int32_t head_dim, int32_t group, DType dtype,
-                     const std::vector<int32_t>& lengths) {
+Prompts make_prompts(std::mt19937& rng, int32_t head_dim, int32_t kv_heads, int32_t group,
+                     DType dtype, const std::vector<int32_t>& lengths) {
   Prompts x;
   SignificanceCall& p = x.p;
   for (const int32_t n : lengths) {
@@ -46,11 +47,12 @@ Prompts make_prompts(std::mt19937& rng, int32_t head_dim, int32_t group, DType d
   p.num_sequences = static_cast<int32_t>(lengths.size());
   p.query_stride = 1;
   p.total_tokens = x.starts.back();
-  p.num_kv_heads = 1, p.num_q_heads = group;
+  p.num_kv_heads = kv_heads, p.num_q_heads = kv_heads * group;
   p.head_dim = head_dim, p.dtype = dtype;
   p.sm_scale = 1 / std::sqrt(head_dim);
-  p.q_head_stride = p.k_head_stride = p.k_token_stride = head_dim + 8;
-  p.q_token_stride = p.q_head_stride * group;
+  p.q_head_stride = p.k_head_stride = head_dim + 8;
+  p.k_token_stride = p.k_head_stride * kv_heads;
+  p.q_token_stride = p.q_head_stride * p.num_q_heads;
   std::normal_distribution<float> normal;
   const auto fill = [&](std::vector<uint16_t>* to, int64_t stride) {
     to->resize(static_cast<size_t>(p.total_tokens * stride) + 8);
@@ -58,8 +60,8 @@ Prompts make_prompts(std::mt19937& rng, int32_t head_dim, int32_t group, DType d
   };
   fill(&x.q, p.q_token_stride);
   fill(&x.k, p.k_token_stride);
-  x.lse.assign(static_cast<size_t>(group) * p.total_tokens, kBefore);
-  x.significance.assign(p.total_tokens, NAN);
+  x.lse.assign(static_cast<size_t>(p.num_q_heads) * p.total_tokens, kBefore);
+  x.significance.assign(static_cast<size_t>(kv_heads) * p.total_tokens, NAN);
   p.q = x.q.data(), p.k = x.k.data();
   if (p.num_sequences > 1) p.starts = x.starts.data();
   return x;
@@ -82,11 +84,12 @@ template <int32_t kHeadDim, DType kDtype>
 void score(Prompts* x) {
   constexpr int32_t kRows = MmaShape<kHeadDim>::kRows;
   const SignificanceCall& p = x->p;
-  const KeyParts parts = split_keys(p, kRows);
-  x->parts = parts;
-  const ScoreTask lse = {p, nullptr, x->lse.data(), parts};
+  const QueryLine line = share_out(p, kRows);
+  x->line = line;
+  x->tile_queries = kRows / x->group();
+  const ScoreTask lse = {p, nullptr, x->lse.data(), line};
   launch(mma_lse<kHeadDim, kDtype>, lse,
-         {p.num_kv_heads, p.num_sequences, parts.query_tiles * parts.count}, kMathThreads);
+         {line.share == 0 ? p.num_kv_heads : 1, p.num_sequences, line.ctas}, kMathThreads);
   const int32_t queries = sample_tokens(p.max_tokens, p.query_stride).count;
   launch(join_lse, lse, {(queries - 1) / kJoinThreads + 1, p.num_sequences, p.num_q_heads},
          kJoinThreads);
@@ -114,7 +117,7 @@ struct HostRow {
   AttentionRow row;
 };
 
-HostRow host_row(const Prompts& x, int32_t sequence) {
+HostRow host_row(const Prompts& x, int32_t sequence, int32_t kv_head) {
   const SignificanceCall& p = x.p;
   const int32_t first = x.starts[sequence], n = x.starts[sequence + 1] - first, dims = p.head_dim;
   HostRow out;
@@ -123,12 +126,14 @@ HostRow host_row(const Prompts& x, int32_t sequence) {
   }
   for (int32_t t = 0; t < n; ++t) {
     for (int32_t d = 0; d < dims; ++d) {
-      out.k.push_back(raw_to_float(p.dtype, x.k[(first + t) * p.k_token_stride + d]));
+      out.k.push_back(raw_to_float(
+          p.dtype, x.k[(first + t) * p.k_token_stride + kv_head * p.k_head_stride + d]));
     }
   }
   for (int32_t h = 0; h < x.group(); ++h) {
     for (const int32_t j : out.positions) {
-      const int64_t at = (first + j) * p.q_token_stride + h * p.q_head_stride;
+      const int64_t at =
+          (first + j) * p.q_token_stride + (kv_head * x.group() + h) * p.q_head_stride;
       for (int32_t d = 0; d < dims; ++d) out.q.push_back(raw_to_float(p.dtype, x.q[at + d]));
     }
   }
@@ -156,15 +161,16 @@ double logit_error(const HostRow& host, float sm_scale) {
   return dims * 0x1p-23 * largest_q * largest_k * double{sm_scale};
 }
 
-void compare(const Prompts& x, int32_t sequence) {
-  const HostRow host = host_row(x, sequence);
+void compare(const Prompts& x, int32_t sequence, int32_t kv_head) {
+  const HostRow host = host_row(x, sequence, kv_head);
   const int32_t first = x.starts[sequence], n = host.row.num_tokens, dims = x.p.head_dim;
   std::vector<double> expected(n);
   ASSERT_TRUE(exact_significance(host.row, expected.data(), nullptr));
   const double error = kTolerance + 2 * logit_error(host, x.p.sm_scale);
+  const float* significance = x.significance.data() + kv_head * x.p.total_tokens + first;
   for (int32_t t = 0; t < n; ++t) {
     // Probabilities below the normal numbers of fp32 are 0 there.
-    ASSERT_NEAR(x.significance[first + t], expected[t], error * expected[t] + FLT_MIN)
+    ASSERT_NEAR(significance[t], expected[t], error * expected[t] + FLT_MIN)
         << "token " << t << " of " << n;
     ASSERT_TRUE(t < n - 1 || expected[t] == 0) << "no counted query behind token " << t;
   }
@@ -172,7 +178,7 @@ void compare(const Prompts& x, int32_t sequence) {
   std::vector<bool> counted(n);
   for (const int32_t j : host.positions) counted[j] = true;
   for (int32_t h = 0; h < x.group(); ++h) {
-    const float* lse = x.lse.data() + h * x.p.total_tokens + first;
+    const float* lse = x.lse.data() + (kv_head * x.group() + h) * x.p.total_tokens + first;
     for (int32_t i = 0; i < queries; ++i) {
       const int32_t j = host.positions[i];
       const float* q = host.q.data() + (h * queries + i) * dims;
@@ -185,10 +191,12 @@ void compare(const Prompts& x, int32_t sequence) {
       ASSERT_NEAR(lse[j], std::log(sum), error) << "head " << h << " query " << j << " of " << n;
     }
     // An entry before that of a counted query is used where the query's keys have so many parts.
-    for (int32_t j = n - 1, query = j; j >= 0; --j) {
-      if (counted[j]) query = j;
+    const int64_t of_head = x.line.begin_of(tiles_of_queries(queries, x.tile_queries));
+    for (int32_t j = n - 1, query = j, i = queries - 1; j >= 0; --j) {
+      if (counted[j]) query = j, i = sample_tokens(n, x.p.query_stride).index_from(j);
       if (query == j) continue;
-      const bool is_used = query - j <= query / x.parts.keys;
+      const int64_t keys = kv_head * of_head + x.line.keys_of(i / x.tile_queries);
+      const bool is_used = query - j <= x.line.part_of(keys, query);
       ASSERT_TRUE(is_used ? std::isnan(lse[j]) : lse[j] == kBefore)
           << "query " << j << ": " << lse[j];
     }
@@ -202,8 +210,10 @@ void score_and_compare(Prompts* x) {
     score_dtype<DType::kBFloat16>(x);
   }
   for (int32_t s = 0; s < x->p.num_sequences; ++s) {
-    compare(*x, s);
-    if (::testing::Test::HasFatalFailure()) return;
+    for (int32_t h = 0; h < x->p.num_kv_heads; ++h) {
+      compare(*x, s, h);
+      if (::testing::Test::HasFatalFailure()) return;
+    }
   }
 }
 
@@ -214,28 +224,29 @@ class EmulatedScores : public ::testing::Test {
     int32_t head_dim, stride, group;
     std::vector<int32_t> lengths;
     float growth = 1.0f;  // of keys, from each tile of 128 tokens to the next
+    int32_t kv_heads = 1;
   };
-  // Returns how many parts the keys of a query have at most.
+  // Returns how many CTAs share out the longest sequence.
   int32_t check(const Case& c) {
-    int32_t parts = 0;
-    check(c, &parts);
-    return parts;
+    int32_t ctas = 0;
+    check(c, &ctas);
+    return ctas;
   }
   int32_t below(int32_t end) { return static_cast<int32_t>(rng_() % end); }
 
  private:
-  void check(const Case& c, int32_t* parts) {
+  void check(const Case& c, int32_t* ctas) {
     const int32_t group = c.group > 0 ? c.group : static_cast<int32_t>(1 + rng_() % 5);
     const DType dtype = rng_() % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
     SCOPED_TRACE("seed " + std::to_string(seed_) + " head_dim " + std::to_string(c.head_dim) +
                  " group " + std::to_string(group) + " stride " + std::to_string(c.stride) + " " +
                  dtype_name(dtype));
-    Prompts x = make_prompts(rng_, c.head_dim, group, dtype, c.lengths);
+    Prompts x = make_prompts(rng_, c.head_dim, c.kv_heads, group, dtype, c.lengths);
     x.p.query_stride = c.stride;
     grow(c.growth, &x);
     ASSERT_TRUE(x.p.validate().is_ok());
     score_and_compare(&x);
-    *parts = x.parts.count;
+    *ctas = x.line.ctas;
   }
 
   static void grow(float growth, Prompts* x) {
@@ -289,49 +300,54 @@ TEST_F(EmulatedScores, AStrideThatSpansTilesOfQueriesIsTheHosts) {
   check({64, 7, 2, {kMaxQueryStride / 16 + below(8), 5}});
 }
 
-// Keys in parts of one tile and of two: sequences around their ends, those of other tiles of
-// queries and one query alone.
-TEST_F(EmulatedScores, KeysInPartsAreTheHosts) {
+// CTAs that take a part of a tile, and the end of one tile and the begin of the next: sequences
+// around their ends, those of other tiles of queries and one query alone.
+TEST_F(EmulatedScores, SharedOutQueriesAreTheHosts) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
-    EXPECT_EQ(check({head_dim, 16, 0, {128, 129, 1, 0, 385 + below(30)}}), 4);
+    EXPECT_GT(check({head_dim, 16, 0, {128, 129, 1, 0, 513 + below(30)}}), 1);
     if (HasFatalFailure()) return;
   }
-  EXPECT_EQ(check({64, 3, 0, {255, 257, 641 + below(30)}}), 3);
-  EXPECT_EQ(check({64, 2, 11, {129, 2, 257 + below(20)}}), 2);
-  EXPECT_EQ(check({64, kMaxQueryStride, 1, {513, 1}}), 5);
-  EXPECT_EQ(check({64, 1, 1, {300}}), 1);
+  EXPECT_EQ(check({64, 3, 1, {255, 257, 641 + below(30)}}), 2);
+  EXPECT_EQ(check({64, 2, 11, {129, 2, 257 + below(20)}, 1.0f, 2}), 4);
+  EXPECT_EQ(check({64, kMaxQueryStride, 1, {513, 1}}), 8);
+  EXPECT_EQ(check({64, 1, 1, {300}, 1.0f, 2}), 2);
 }
 
-TEST(KeyParts, CoverAllKeysWithNoMoreThanAStride) {
-  SignificanceCall p;
-  p.num_q_heads = 32, p.num_kv_heads = 8, p.max_tokens = 8192;
-  const auto expect = [&](int32_t stride, KeyParts expected) {
-    p.query_stride = stride;
-    const KeyParts parts = split_keys(p, 256);
-    EXPECT_EQ(parts.query_tiles, expected.query_tiles) << stride;
-    EXPECT_EQ(parts.count, expected.count) << stride;
-    EXPECT_EQ(parts.keys, expected.keys) << stride;
-  };
-  expect(1, {128, 1, 8192});
-  expect(16, {8, 7, 1280});
-  expect(64, {2, 16, 512});
+// Every counted query's keys are taken once, in parts that it can keep.
+TEST(QueryLine, CoversAllKeysWithNoMorePartsThanAStride) {
   const uint32_t seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937 rng(seed);
+  SignificanceCall p;
   for (int32_t i = 0; i < 1000; ++i) {
     const auto group = static_cast<int32_t>(1 + rng() % kMaxScoreGroup);
     p.num_kv_heads = static_cast<int32_t>(1 + rng() % 40), p.num_q_heads = p.num_kv_heads * group;
     p.max_tokens = static_cast<int32_t>(1 + (rng() % 2000000 >> rng() % 20));
     p.query_stride = static_cast<int32_t>(1 + (rng() % kMaxQueryStride >> rng() % 12));
-    const int32_t rows = rng() % 2 == 0 ? 128 : 256;
-    const KeyParts parts = split_keys(p, rows);
-    const int32_t queries = sample_tokens(p.max_tokens, p.query_stride).count;
-    ASSERT_GE(int64_t{parts.query_tiles} * (rows / group), queries);
-    ASSERT_LT(int64_t{parts.query_tiles - 1} * (rows / group), queries);
-    ASSERT_GE(int64_t{parts.count} * parts.keys, p.max_tokens);
-    ASSERT_LT(int64_t{parts.count - 1} * parts.keys, p.max_tokens);
-    ASSERT_LE(parts.count, std::min(p.query_stride, 16));
-    ASSERT_EQ(parts.keys % kColumns, 0);
+    const int32_t rows = rng() % 2 == 0 ? 128 : 256, of_tile = rows / group;
+    const QueryLine line = share_out(p, rows);
+    const TokenSample counted = sample_tokens(p.max_tokens, p.query_stride);
+    const int32_t tiles = tiles_of_queries(counted.count, of_tile);
+    ASSERT_GE(int64_t{tiles} * of_tile, counted.count);
+    ASSERT_EQ(line.tile_tokens, std::min(of_tile, counted.count) * p.query_stride);
+    if (p.query_stride == 1) {
+      ASSERT_EQ(line.share, 0);
+      ASSERT_EQ(line.ctas, tiles);
+      continue;
+    }
+    ASSERT_GE(line.ctas * line.share, p.num_kv_heads * line.begin_of(tiles));
+    ASSERT_LE(line.ctas, 132);
+    for (int32_t j = 0; j < 20; ++j) {
+      const auto index = static_cast<int32_t>(rng() % static_cast<uint32_t>(counted.count));
+      const int32_t query = counted.position(index), tile = index / of_tile;
+      ASSERT_LE(query + 1, line.begin_of(tile + 1) - line.keys_of(tile));
+      const int64_t keys =
+          static_cast<int64_t>(rng() % p.num_kv_heads) * line.begin_of(tiles) + line.keys_of(tile);
+      const int32_t parts = line.part_of(keys, query) + 1;
+      ASSERT_LE(parts, p.query_stride);
+      ASSERT_LE(parts - 1, query);
+      ASSERT_EQ(line.part_of(keys, 0), 0);
+    }
   }
 }
 

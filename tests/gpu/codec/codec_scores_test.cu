@@ -289,7 +289,7 @@ TEST_P(GpuScores, KeysInPartsAreTheHosts) {
 // More counted queries than a stationary tile has rows, and more keys than the ring of stages.
 TEST_P(GpuScores, ALongSampledPromptIsTheHosts) {
   PromptCase c;
-  c.num_kv_heads = 1;
+  c.num_kv_heads = 3;
   c.query_stride = 16;
   c.lengths = {uniform(4200, 4600), 900};
   make(c);
