@@ -28,7 +28,8 @@ class BadInput(CliTest):
         self.refused(empty, "is empty")
         noise = self.dir / "noise.h5"
         noise.write_bytes(os.urandom(4096))
-        self.refused(noise, "not an HDF5 file")
+        self.expect(run("info", noise), 3, noise, "is neither HDF5 nor a .tkv container")
+        self.expect(run("analyze", "--preset", "k8v4", noise), 3, noise, "not an HDF5 file")
         self.refused(self.dir / "missing.h5", "No such file")
         self.refused(self.dir, "")
         other = self.dir / "other.h5"
