@@ -19,7 +19,7 @@ struct Arguments : AnalyzeArguments {
 int expand(const std::vector<std::string>& grids, std::vector<std::string>* presets) {
   for (const std::string& grid : grids) {
     const Result<std::vector<std::string>> expanded = analysis::expand_grid(grid);
-    if (!expanded) return report_error(expanded.status().message(), kExitUsage);
+    if (!expanded) return report_error("--preset: " + expanded.status().message(), kExitBadInput);
     for (const std::string& preset : *expanded) {
       if (std::find(presets->begin(), presets->end(), preset) == presets->end())
         presets->push_back(preset);
