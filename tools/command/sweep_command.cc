@@ -70,7 +70,7 @@ void add_sweep(CLI::App& app, int* exit_code) {
        "--preset", args->grids,
        "Preset, or a grid of presets with '/' between alternatives of the name, a value or "
        "a suffix: step:k=0.2/0.3/0.4,v=0.25/0.3 are 6, k4v4/k8v4+/huffman are 4. Repeat "
-       "for more. Default: 40 presets with equal windows")
+       "for more. Default: 44 presets with equal windows")
       ->allow_extra_args(false);
   c->add_flag("--sequences", args->sequences, "A result for every sequence too, not only totals");
   CLI::Option* csv = c->add_flag("--csv", args->csv, "Results as CSV")->excludes(json);
