@@ -27,9 +27,7 @@ CLI::Option* add_analyze_arguments(CLI::App* command, AnalyzeArguments* args, co
   command->add_option("FILE", args->files, "kv-dump files (HDF5)")->required();
   command->add_option("--layers", args->layers, "Layers A-B, inclusive, from 0");
   command->add_option("--seq", args->seq, "Only this sequence");
-  command->add_option(
-      "--profile", args->profile,
-      "Means, steps and bases of `tierkv calibrate` instead of each sequence's own");
+  add_profile(command, &args->profile);
   add_threads(command, &args->threads);
   CLI::Option* json =
       command->add_flag("--json", args->json, "Results as JSON, schema " + std::string(schema));

@@ -95,6 +95,9 @@ void add_calibrate(CLI::App& app, int* exit_code) {
   add_threads(c, &args->options.threads);
   add_force(c, &args->force);
   c->add_flag("--json", args->json, "Summary as JSON");
+  c->footer(
+      "The sensitivities of heads, which `fast` and the default steps of `small` need, come from "
+      "the model:\npython -m tierkv.calibrate (docs/guides/calibrate.md).");
   c->callback([args, exit_code] { *exit_code = run(*args); });
 }
 

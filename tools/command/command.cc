@@ -60,6 +60,13 @@ void add_threads(CLI::App* command, int32_t* threads) {
                 1, 1024);
 }
 
+void add_profile(CLI::App* command, std::string* path) {
+  command->add_option(
+      "--profile", *path,
+      "Profile: statistics of the model, which replace each sequence's own. Made once "
+      "by `python -m tierkv.calibrate`, or by `tierkv calibrate` (no sensitivities)");
+}
+
 void require_whole(CLI::Option* option, int64_t least, int64_t most) {
   require(option, "whole number", least, most);
 }

@@ -44,6 +44,7 @@ int check_output_file(const std::string& path, bool force, const std::vector<std
 
 int32_t default_threads();
 void add_threads(CLI::App* command, int32_t* threads);   // --threads
+void add_profile(CLI::App* command, std::string* path);  // --profile
 
 // Values of the option are numbers of a range; NaN is none.
 void require_whole(CLI::Option* option, int64_t least, int64_t most);

@@ -222,8 +222,7 @@ void add_compress(CLI::App& app, int* exit_code) {
   c->add_option("OUT", args->output, "Container to write")->required();
   add_force(c, &args->force);
   c->add_option("--preset", args->preset, "Scheme, as in analyze")->required();
-  c->add_option("--profile", args->profile,
-                "Means, steps and bases of `tierkv calibrate` instead of each sequence's own");
+  add_profile(c, &args->profile);
   c->add_flag("--without-queries", args->without_queries,
               "Leave out the dump's queries and significance");
   add_common(c, args);
