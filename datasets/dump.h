@@ -134,6 +134,9 @@ class DumpWriter {
   std::unique_ptr<Impl> impl_;
 };
 
+// What is wrong with a file of another kind, behind its path.
+inline constexpr char kNotHdf5[] = "is not an HDF5 file";
+
 // For a command, before it calls anything else here: HDF5 closes nothing when the process ends.
 // HDF5 1.10 crashes there after a file that it could not close, as beyond a limit of file sizes.
 void leave_hdf5_as_it_is_at_exit();

@@ -221,13 +221,14 @@ Status SynthSpec::validate() const {
   if (Status s = l.validate(); !s) return s;
   if (tokens.empty()) return bad("tokens: at least one sequence is needed");
   for (const int64_t t : tokens) {
-    if (t < 1 || t > (int64_t{1} << 27)) return bad("tokens must be 1 to 134217728");
+    if (t < 1 || t > kMaxSynthTokens) return bad("tokens must be 1 to 134217728");
   }
-  if (num_queries < 0) return bad("queries is negative");
+  if (num_queries < 0 || num_queries > kMaxSynthTokens)
+    return bad("queries must be 0 to 134217728");
   if (outlier_channels < 0 || outlier_channels > layout.head_dim)
     return bad("outliers must be 0 to head_dim");
   if (!(outlier_scale >= 0 && outlier_scale <= 1000)) return bad("outlier_scale must be 0 to 1000");
-  if (sink_tokens < 0) return bad("sinks is negative");
+  if (sink_tokens < 0 || sink_tokens > kMaxSynthTokens) return bad("sinks must be 0 to 134217728");
   if (!(heavy_fraction >= 0 && heavy_fraction <= 1)) return bad("heavy must be 0 to 1");
   return Status::ok();
 }

@@ -20,6 +20,8 @@ enum class SignificanceKind : int32_t {
   kSampled = 2,  // from 64 query positions spread over the sequence; the dump says so
 };
 
+inline constexpr int64_t kMaxSynthTokens = int64_t{1} << 27;
+
 struct SynthSpec {
   CacheLayout layout;           // sm_scale 0: 1 / sqrt(head_dim)
   std::vector<int64_t> tokens;  // one sequence each

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "datasets/dump.h"
 #include "datasets/hdf5/zstd_filter.h"
 
 namespace tierkv::datasets {
@@ -218,7 +219,7 @@ Result<Handle> open_file(const std::string& path) {
   if (!S_ISREG(info.st_mode)) return Status(StatusCode::kIo, "is not a regular file");
   if (info.st_size == 0) return corrupt("is empty");
   if (access(path.c_str(), R_OK) != 0) return Status(StatusCode::kIo, std::strerror(errno));
-  if (H5Fis_hdf5(path.c_str()) <= 0) return corrupt("is not an HDF5 file");
+  if (H5Fis_hdf5(path.c_str()) <= 0) return corrupt(kNotHdf5);
   Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT));
   if (!file.ok()) return corrupt("cannot be opened as HDF5 (truncated or damaged)");
   return file;

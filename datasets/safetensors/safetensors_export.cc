@@ -214,7 +214,8 @@ Status export_safetensors(const DumpReader& dump, const TensorNames& names,
   }
   const std::string& file = dump.info().path;
   if (sequences.empty()) {
-    return Status(StatusCode::kNotFound, file + ": no sequence '" + printable(only_sequence) + "'");
+    return Status(StatusCode::kNotFound,
+                  file + ": no sequence '" + printable(only_sequence) + "' (--seq)");
   }
   if (sequences.size() > 1 && !names.has_sequences()) {
     return Status(StatusCode::kInvalidArgument,

@@ -80,23 +80,24 @@ TensorNames TensorNames::hugging_face() {
 }
 
 Status TensorNames::validate() const {
-  const auto refuse = [](const std::string& text, const std::string& why) {
-    return Status(StatusCode::kInvalidArgument, "names '" + text + "': " + why);
+  const auto refuse = [](const char* what, const std::string& text, const std::string& why) {
+    return Status(StatusCode::kInvalidArgument, std::string(what) + " '" + text + "': " + why);
   };
   if (count_of(layer, kLayer) != 1 || count_of(layer, kPart) != 1 || count_of(layer, kSeq) > 1)
-    return refuse(layer, "expected {layer} and {part} once each and {seq} at most once");
+    return refuse("names", layer, "expected {layer} and {part} once each and {seq} at most once");
   if (count_of(layer, "{") != 2 + count_of(layer, kSeq))
-    return refuse(layer, "a '{' that begins none of {seq}, {layer}, {part}");
+    return refuse("names", layer, "a '{' that begins none of {seq}, {layer}, {part}");
   if (layer.find("}{") != std::string::npos)
-    return refuse(layer, "there must be text between {...} and {...}");
+    return refuse("names", layer, "there must be text between {...} and {...}");
   if (count_of(tokens, kSeq) != count_of(layer, kSeq) ||
       count_of(tokens, "{") != count_of(tokens, kSeq) || tokens.empty()) {
-    return refuse(tokens, "expected {seq} as often as in '" + layer + "', and no other '{'");
+    return refuse("tokens-name", tokens,
+                  "expected {seq} as often as in '" + layer + "', and no other '{'");
   }
   for (int i = 0; i < kNumDumpParts; ++i) {
-    if (parts[i].empty()) return refuse(parts[i], "a part has no name");
+    if (parts[i].empty()) return refuse("part", parts[i], "a part has no name");
     for (int j = 0; j < i; ++j) {
-      if (parts[i] == parts[j]) return refuse(parts[i], "two parts have this name");
+      if (parts[i] == parts[j]) return refuse("part", parts[i], "two parts have this name");
     }
   }
   return Status::ok();

@@ -35,7 +35,8 @@ struct TensorNames {
   static TensorNames hugging_face();
 
   bool has_sequences() const { return layer.find("{seq}") != std::string::npos; }
-  // kInvalidArgument naming what cannot be told apart.
+  // kInvalidArgument; begins with names, tokens-name or part, as the options of `tierkv convert`
+  // are called.
   Status validate() const;
 
   std::string layer_name(const std::string& seq, int32_t layer_index, DumpPart part) const;

@@ -5,14 +5,10 @@
 
 #include "codec/format/element.h"
 #include "codec/format/errors.h"
+#include "store/engine/sequence_name.h"
 
 namespace tierkv::store {
 namespace {
-
-std::string name_of(SequenceId id) {
-  return "sequence " + std::to_string(number_of(id)) + " (slot " + std::to_string(id.slot) +
-         ", generation " + std::to_string(id.generation) + ")";
-}
 
 Status require_dtype(DType dtype) {
   if (is_raw_dtype(dtype)) return Status::ok();
@@ -70,10 +66,15 @@ Result<int32_t> Sequences::complete_slot_of(SequenceId id) const {
 Status Sequences::require_complete(int32_t slot) const {
   for (int32_t l = 0; l < config_->layout.num_layers; ++l) {
     if (layer(slot, l).tokens == entries_[slot].tokens) continue;
-    return invalid("layer " + std::to_string(l) + " lacks tokens of sequence " +
-                   std::to_string(slot));
+    return lacks_tokens(slot, l);
   }
   return Status::ok();
+}
+
+Status Sequences::lacks_tokens(int32_t slot, int32_t l) const {
+  return invalid("layer " + std::to_string(l) + " lacks " +
+                 std::to_string(entries_[slot].tokens - layer(slot, l).tokens) + " tokens of " +
+                 name_of(id_at(slot)));
 }
 
 Status Sequences::require_layer(int32_t l) const {
@@ -91,7 +92,7 @@ Status Sequences::find_slots(SequenceList list) const {
     const Result<int32_t> slot = slot_of(list.ids[i]);
     if (!slot) return slot.status();
     if (last_call_[*slot] == call_) {
-      return invalid("sequences: slot " + std::to_string(*slot) + " is named twice");
+      return invalid("sequences: " + name_of(list.ids[i]) + " is named twice");
     }
     last_call_[*slot] = call_;
     slots_.push_back(*slot);
@@ -105,8 +106,7 @@ Status Sequences::admit_begin(SequenceList list, int32_t tokens, LayerMoves* mov
   for (const int32_t slot : slots_) {
     if (Status s = require_complete(slot); !s) return s;
     if (tokens > config_->max_tokens - entries_[slot].tokens) {
-      return Status(StatusCode::kOutOfRange,
-                    "sequence " + std::to_string(slot) + " would exceed max_tokens");
+      return Status(StatusCode::kOutOfRange, name_of(id_at(slot)) + " would exceed max_tokens");
     }
   }
   moves->clear();
@@ -114,7 +114,7 @@ Status Sequences::admit_begin(SequenceList list, int32_t tokens, LayerMoves* mov
     for (int32_t l = 0; l < config_->layout.num_layers; ++l) {
       const LayerTokens from = layer(slot, l);
       const int32_t end = body_end_at(laws_, from.body_end, from.tokens + tokens);
-      moves->push_back({slot, l, from, {from.tokens, end}});
+      moves->push_back(move_of(slot, l, {from.tokens, end}));
     }
   }
   return Status::ok();
@@ -138,10 +138,11 @@ Status Sequences::admit_append(const LayerAppend& call, LayerMoves* moves) const
   for (const int32_t slot : slots_) {
     const LayerTokens from = layer(slot, call.layer);
     if (entries_[slot].tokens - from.tokens != call.tokens) {
-      return invalid("layer " + std::to_string(call.layer) + " does not lack " +
-                     std::to_string(call.tokens) + " tokens of sequence " + std::to_string(slot));
+      return invalid("tokens: layer " + std::to_string(call.layer) + " lacks " +
+                     std::to_string(entries_[slot].tokens - from.tokens) + " tokens of " +
+                     name_of(id_at(slot)) + ", not " + std::to_string(call.tokens));
     }
-    moves->push_back({slot, call.layer, from, after_append(laws_, from, call.tokens)});
+    moves->push_back(move_of(slot, call.layer, after_append(laws_, from, call.tokens)));
   }
   return Status::ok();
 }
@@ -155,16 +156,14 @@ Status Sequences::admit_attend(const LayerAttend& call, LayerMoves* moves) const
   moves->clear();
   for (const int32_t slot : slots_) {
     const LayerTokens at = layer(slot, call.layer);
-    if (at.tokens != entries_[slot].tokens) {
-      return invalid("the layer lacks tokens of sequence " + std::to_string(slot));
-    }
+    if (at.tokens != entries_[slot].tokens) return lacks_tokens(slot, call.layer);
     if (call.q_len > at.tokens) {
-      return invalid("q_len exceeds the tokens of sequence " + std::to_string(slot));
+      return invalid("q_len exceeds the tokens of " + name_of(id_at(slot)));
     }
     if (call.probabilities != nullptr && call.stride < at.tokens) {
       return invalid("stride is below the tokens");
     }
-    moves->push_back({slot, call.layer, at, at});
+    moves->push_back(move_of(slot, call.layer, at));
   }
   return Status::ok();
 }
@@ -178,11 +177,11 @@ Result<LayerMove> Sequences::admit_range(const LayerRange& range) const {
   if (Status s = require_dtype(range.dtype); !s) return s;
   const LayerTokens at = layer(*slot, range.layer);
   if (range.first < 0 || range.end < range.first || range.end > at.tokens) {
-    return Status(StatusCode::kOutOfRange, "the layer holds positions 0 to " +
-                                               std::to_string(at.tokens) + " of sequence " +
-                                               std::to_string(*slot));
+    return Status(StatusCode::kOutOfRange, "layer " + std::to_string(range.layer) + " holds " +
+                                               std::to_string(at.tokens) + " tokens of " +
+                                               name_of(range.sequence));
   }
-  return LayerMove{*slot, range.layer, at, at};
+  return move_of(*slot, range.layer, at);
 }
 
 Status Sequences::admit_truncate(SequenceId id, int32_t tokens, LayerMoves* moves) const {
@@ -192,7 +191,7 @@ Status Sequences::admit_truncate(SequenceId id, int32_t tokens, LayerMoves* move
   for (LayerMove& move : *moves) {
     if (tokens < 0 || tokens > move.from.tokens) {
       return invalid("tokens: layer " + std::to_string(move.layer) + " has " +
-                     std::to_string(move.from.tokens));
+                     std::to_string(move.from.tokens) + " of " + name_of(id));
     }
     move.to = after_truncate(laws_, move.from, tokens);
   }
@@ -212,7 +211,7 @@ void Sequences::promise(const LayerMoves& moves, int32_t tokens) {
 LayerMoves Sequences::layers_of(int32_t slot) const {
   LayerMoves moves;
   for (int32_t l = 0; l < config_->layout.num_layers; ++l) {
-    moves.push_back({slot, l, layer(slot, l), layer(slot, l)});
+    moves.push_back(move_of(slot, l, layer(slot, l)));
   }
   return moves;
 }

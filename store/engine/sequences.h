@@ -56,12 +56,17 @@ class Sequences {
   };
   Status require_layer(int32_t layer) const;
   Status require_complete(int32_t slot) const;
+  Status lacks_tokens(int32_t slot, int32_t layer) const;  // the failure
+  SequenceId id_at(int32_t slot) const { return {slot, entries_[slot].generation}; }
   // Slots of the list in `slots_`, none twice.
   Status find_slots(SequenceList list) const;
   size_t index_of(int32_t slot, int32_t layer) const {
     return static_cast<size_t>(slot) * config_->layout.num_layers + layer;
   }
   LayerTokens layer(int32_t slot, int32_t l) const { return layers_[index_of(slot, l)]; }
+  LayerMove move_of(int32_t slot, int32_t l, LayerTokens to) const {
+    return {slot, l, layer(slot, l), to, entries_[slot].generation};
+  }
 
   const StoreConfig* config_;
   TokenLaws laws_;

@@ -60,8 +60,7 @@ Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
       needed.fresh += of_row.fresh;
       needed.exchanged += of_row.exchanged;
       if (of_row.is_beyond) {
-        return Status(StatusCode::kOutOfRange,
-                      "sequence " + std::to_string(slot) + ": more pages than its table has");
+        return Status(StatusCode::kOutOfRange, "a sequence takes more pages than its table has");
       }
     }
   }

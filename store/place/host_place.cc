@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "codec/format/element.h"
+#include "store/engine/sequence_name.h"
 
 namespace tierkv::store {
 
@@ -76,7 +77,7 @@ uint8_t* HostPlace::slot_bytes(int32_t slot) const {
 
 HostLayer HostPlace::layer_of(const LayerMove& move) const {
   uint8_t* at = slot_bytes(move.slot) + move.layer * layout_.layer_bytes;
-  return {move.slot, move.layer, move.from, at, at + layout_.raw_bytes};
+  return {move.slot, move.layer, move.from, at, at + layout_.raw_bytes, move.generation};
 }
 
 uint8_t* HostPlace::raw_row(const LayerMove& move, int32_t kv_head) const {
@@ -140,7 +141,7 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
       chunk.significance = call.significance + i * shape.num_kv_heads * call.stride;
     }
     if (Status s = check_chunk(chunk, shape.head_dim); !s) {
-      return s.with_context("sequence " + std::to_string(moves[i].slot));
+      return s.with_context(name_of(moves[i].id()));
     }
   }
   std::vector<float> found;

@@ -24,7 +24,9 @@ namespace tierkv::store {
 struct LayerMove {
   int32_t slot = 0, layer = 0;
   LayerTokens from, to;
+  uint32_t generation = 0;  // of the slot, for messages
 
+  SequenceId id() const { return {slot, generation}; }
   bool moves_body() const { return to.body_end != from.body_end; }
 };
 using LayerMoves = std::vector<LayerMove>;

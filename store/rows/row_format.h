@@ -50,6 +50,9 @@ struct HostLayer {
   LayerTokens at;
   uint8_t* raw = nullptr;    // [num_kv_heads] raw rows of RawLayout::row_bytes
   uint8_t* state = nullptr;  // [state_bytes]
+  uint32_t generation = 0;   // of the slot, for messages
+
+  SequenceId id() const { return {slot, generation}; }
 };
 
 // Tokens that leave: the body positions [layer.at.body_end, body_end). Their values and scores are

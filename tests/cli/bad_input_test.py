@@ -28,7 +28,8 @@ class BadInput(CliTest):
         self.refused(empty, "is empty")
         noise = self.dir / "noise.h5"
         noise.write_bytes(os.urandom(4096))
-        self.refused(noise, "not an HDF5 file")
+        self.expect(run("info", noise), 3, noise, "is neither HDF5 nor a .tkv container")
+        self.expect(run("analyze", "--preset", "k8v4", noise), 3, noise, "not an HDF5 file")
         self.refused(self.dir / "missing.h5", "No such file")
         self.refused(self.dir, "")
         other = self.dir / "other.h5"
@@ -125,6 +126,7 @@ class BadInput(CliTest):
         dump.data = {k: v for k, v in dump.data.items() if "significance" not in k}
         path = dump.write(self.dir / "nosig.h5")
         self.expect(run("analyze", "--preset", "diffkv", path), 3, path, "significance")
+        self.expect(run("calibrate", "-o", self.dir / "p.h5", path), 3, path, "significance", "--no-thresholds")
         self.expect(run("analyze", "--preset", "k8v4:group_k=48", path), 3, "group 48")
         self.expect(run("analyze", "--preset", "step:basis=matrix", path), 3, "profile")
         self.expect(run("analyze", "--profile", path, path), 3, "kv-profile")

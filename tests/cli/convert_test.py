@@ -146,10 +146,10 @@ class Convert(CliTest):
             self.assertTrue(np.array_equal(a["seq/notes/layer/3/v"], b["seq/0/layer/3/v"]))
         for names, words in (("x.{layer}", "{part}"), ("{layer}{part}", "text between"), ("{seq}.{seq}.{layer}.{part}", "at most once"),
                              ("{layer}.{part}.{x}", "begins none")):
-            self.expect(run("convert", SAMPLE, out, "--names", names), 2, words)
-        self.expect(run("convert", SAMPLE, out, "--part", "k=v"), 2, "two parts")
-        self.expect(run("convert", SAMPLE, out, "--part", "keys=v"), 2, "--part keys=v")
-        self.expect(run("convert", SAMPLE, out, "--tokens-name", "t"), 2, "{seq}")
+            self.expect(run("convert", SAMPLE, out, "--names", names), 3, "--names", words)
+        self.expect(run("convert", SAMPLE, out, "--part", "k=v"), 3, "--part", "two parts")
+        self.expect(run("convert", SAMPLE, out, "--part", "keys=v"), 3, "--part keys=v")
+        self.expect(run("convert", SAMPLE, out, "--tokens-name", "t"), 3, "--tokens-name", "{seq}")
 
     def test_several_sequences(self):
         dump = Dump(seed=self.seed, tokens=30)
@@ -158,9 +158,9 @@ class Convert(CliTest):
         self.convert(source, out)
         self.convert(out, back)
         self.assertEqual(datasets_of(source)[0], datasets_of(back)[0])
-        self.expect(run("convert", "--force", source, out, "--names", "hf"), 2, "2 sequences", "--seq")
+        self.expect(run("convert", "--force", source, out, "--names", "hf"), 3, "2 sequences", "--seq")
         self.convert(source, out, "--names", "hf", "--seq", "a")
-        self.expect(run("convert", "--force", source, out, "--seq", "c"), 3, "no sequence 'c'")
+        self.expect(run("convert", "--force", source, out, "--seq", "c"), 3, "no sequence 'c'", "--seq")
 
     def test_what_is_not_carried_over_is_named(self):
         run("compress", "--preset", "diffkv:alpha_l=0.3", SAMPLE, self.dir / "a.tkv")
@@ -235,14 +235,14 @@ class Convert(CliTest):
 
     def test_usage(self):
         out = self.dir / "a.safetensors"
-        self.expect(run("convert", SAMPLE, self.dir / "a.h5"), 2, "already")
-        self.expect(run("convert", SAMPLE, self.dir / "a.txt"), 2, "must end in")
+        self.expect(run("convert", SAMPLE, self.dir / "a.h5"), 3, "already", "OUT")
+        self.expect(run("convert", SAMPLE, self.dir / "a.txt"), 3, "OUT", "must end in")
         self.expect(run("convert", SAMPLE), 2, "OUT")
-        self.expect(run("convert", SAMPLE, out, "--axes", "dht"), 2, "--axes")
+        self.expect(run("convert", SAMPLE, out, "--axes", "dht"), 3, "--axes")
         self.expect(run("convert", self.dir / "none.h5", out), 3, "none.h5")
         self.expect(run("convert", self.dir / "none.safetensors", self.dir / "a.h5"), 3, "none.safetensors")
         self.convert(SAMPLE, out)
-        self.expect(run("convert", out, self.dir / "a.h5", "--q-heads", "x"), 2, "--q-heads")
+        self.expect(run("convert", out, self.dir / "a.h5", "--q-heads", "x"), 3, "--q-heads")
         self.expect(run("convert", out, self.dir / "a.h5", "--q-heads", "3"), 3, "expected 3 heads")
         self.expect(run("convert", SAMPLE, self.dir / "no" / "a.safetensors"), 3, "cannot be created")
 

@@ -148,13 +148,13 @@ class Sweep(CliTest):
         self.expect(run("analyze", "--preset", "snapkv:window=20", dump.write(path)), 3, "newest 20 positions is not there")
         dump.data = {k: v for k, v in dump.data.items() if "significance" not in k}
         self.expect(run("analyze", "--preset", "h2o", dump.write(path)), 3, "significance")
-        self.expect(run("compress", "--preset", "h2o", SAMPLE, self.dir / "a.tkv"), 2, "baseline")
-        self.expect(run("compress", "--preset", "step+fse", SAMPLE, self.dir / "a.tkv"), 2, "baseline")
-        self.expect(run("compress", "--preset", "kvcomp:predict=token", SAMPLE, self.dir / "a.tkv"), 2, "baseline")
+        self.expect(run("compress", "--preset", "h2o", SAMPLE, self.dir / "a.tkv"), 3, "baseline")
+        self.expect(run("compress", "--preset", "step+fse", SAMPLE, self.dir / "a.tkv"), 3, "baseline")
+        self.expect(run("compress", "--preset", "kvcomp:predict=token", SAMPLE, self.dir / "a.tkv"), 3, "baseline")
 
     def test_usage(self):
-        self.expect(run("sweep", SAMPLE, "--preset", "step:k=0.2/"), 2, "empty")
-        self.expect(run("sweep", SAMPLE, "--preset", "k4v4/nonsense"), 2, "unknown name 'nonsense'")
+        self.expect(run("sweep", SAMPLE, "--preset", "step:k=0.2/"), 3, "--preset", "empty")
+        self.expect(run("sweep", SAMPLE, "--preset", "k4v4/nonsense"), 3, "--preset", "unknown name 'nonsense'")
         self.expect(run("sweep", SAMPLE, "--json", "--markdown"), 2)
         self.expect(run("sweep"), 2, "FILE")
         self.expect(run("sweep", self.dir / "missing.h5"), 3, "missing.h5")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Usage: exit code 2 and a message on stderr for what is typed wrong; --help and --version on stdout."""
+"""Exit code 2 for unknown or missing words and options, 3 for wrong values, which the message names; --help and --version on stdout."""
 from cli import SAMPLE, CliTest, main, run
 
 
@@ -13,7 +13,7 @@ class Usage(CliTest):
 
     def test_wrong_words(self):
         for args in ([], ["frobnicate"], ["analyze"], ["analyze", SAMPLE, "--json", "--csv"], ["analyze", SAMPLE, "--details"], ["sweep", SAMPLE, "--details", "--csv"],
-                     ["analyze", SAMPLE, "--report", "r.html"], ["analyze", SAMPLE, "--threads", "0"],
+                     ["analyze", SAMPLE, "--report", "r.html"], ["analyze", SAMPLE, "--threads"],
                      ["report", "--help"], ["report", "--version"], ["synth"], ["calibrate", SAMPLE],
                      ["calibrate", SAMPLE, "-o", "/dev/null/x", "--balance", "0.1"]):
             r = run(*args)
@@ -34,7 +34,7 @@ class Usage(CliTest):
                               "tiers:classes=k8v4|k4v4": "class 1 has no share", "tiers:classes=k5v4": "class 1", "fast+fse": "fixed widths",
                               "k8v4n": "unknown name"}.items():
             r = run("analyze", SAMPLE, "--preset", preset)
-            self.expect(r, 2, words)
+            self.expect(r, 3, "--preset", words)
 
     def test_classes_of_heads_need_a_profile(self):
         self.expect(run("analyze", SAMPLE, "--preset", "fast"), 3, SAMPLE, "preset fast", "--profile")
@@ -50,9 +50,26 @@ class Usage(CliTest):
 
     def test_wrong_layers(self):
         for layers in ("x", "3-1", "-1", "1-", "1-2-3"):
-            self.expect(run("analyze", SAMPLE, "--layers=" + layers), 2, "--layers")
-        self.expect(run("analyze", SAMPLE, "--layers", "5-6"), 3, "the dump has 0-5")
-        self.expect(run("analyze", SAMPLE, "--seq", "nobody"), 3, "nobody")
+            self.expect(run("analyze", SAMPLE, "--layers=" + layers), 3, "--layers")
+        self.expect(run("analyze", SAMPLE, "--layers", "5-6"), 3, "--layers", "the dump has 0-5")
+        self.expect(run("analyze", SAMPLE, "--seq", "nobody"), 3, "--seq", "nobody")
+
+    def test_wrong_values(self):
+        out = self.dir / "out"
+        for command, options in (
+                (["analyze", SAMPLE], {"--threads": ("0", "1025", "x", "1.5")}),
+                (["decompress", SAMPLE, out], {"--gzip": ("10", "-1"), "--dtype": ("int8",)}),
+                (["calibrate", SAMPLE, "-o", out], {"--basis": ("pca",), "--error-budget": ("1.1", "nan"), "--prune-budget": ("-1", "x")}),
+                (["synth", "-o", out], {"--layers": ("0", "5000"), "--q-heads": ("0", "3"), "--kv-heads": ("0", "3", "16"), "--head-dim": ("0", "4097"),
+                                        "--tokens": ("0", "1,x", "200000000"), "--dtype": ("float64",), "--queries": ("-1",), "--seed": ("-1", "x"),
+                                        "--outliers": ("-1", "129"), "--outlier-scale": ("-1", "inf"), "--heavy": ("2", "nan"),
+                                        "--significance": ("some",)})):
+            for option, values in options.items():
+                for value in values:
+                    self.expect(run(*command, f"{option}={value}"), 3, option)
+        for value in ("-1", "134217729", "x"):
+            self.expect(run("synth", "-o", out, f"--sinks={value}"), 3, f"--sinks: '{value}' is not a whole number from 0 to 134217728")
+        self.assertFalse(out.exists())
 
 
 if __name__ == "__main__":

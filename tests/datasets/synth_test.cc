@@ -168,6 +168,7 @@ TEST_F(SynthTest, BadSpecsAreNamedAndLeaveNothing) {
   EXPECT_NE(message([](S* s) { s->outlier_channels = 65; }).find("outliers"), std::string::npos);
   EXPECT_NE(message([](S* s) { s->heavy_fraction = NAN; }).find("heavy"), std::string::npos);
   EXPECT_NE(message([](S* s) { s->num_queries = -1; }).find("queries"), std::string::npos);
+  EXPECT_NE(message([](S* s) { s->sink_tokens = -1; }).find("sinks"), std::string::npos);
   EXPECT_EQ(files_in_dir(), 0);
 }
 

@@ -126,6 +126,7 @@ TEST(OneStore, RefusesValuesByName) {
         const Status s = engine->append(bad.call(one.id, 0, 100, tokens));
         EXPECT_EQ(s.code(), test.code);
         EXPECT_THAT(s.message(), HasSubstr(test.name));
+        EXPECT_THAT(s.message(), HasSubstr("sequence 1 (slot 0, generation 0): "));
         EXPECT_THAT(s.message(), HasSubstr("position " + std::to_string(99 + tokens)));
       }
     }
@@ -163,10 +164,15 @@ TEST(OneStore, RefusesCallsOutOfOrder) {
   const Feed feed(config.layout, 100, &rng);
   OneSequence one(config);
   KvStore* engine = one.store.engine.get();
+  ASSERT_TRUE(engine->release(one.id));
+  one.id = *engine->add_sequence();
   const SequenceList list = {&one.id, 1};
+  // As users know it: the number in C and Python, the fields in C++.
+  const std::string name = "sequence 4294967297 (slot 0, generation 1)";
   ASSERT_TRUE(engine->begin(list, 50));
-  EXPECT_THAT(engine->begin(list, 1).message(), HasSubstr("layer 0 lacks"));
-  EXPECT_FALSE(engine->append(feed.call(one.id, 0, 0, 49)));
+  EXPECT_THAT(engine->begin(list, 1).message(), HasSubstr("layer 0 lacks 50 tokens of " + name));
+  EXPECT_THAT(engine->append(feed.call(one.id, 0, 0, 49)).message(),
+              HasSubstr("layer 0 lacks 50 tokens of " + name + ", not 49"));
   EXPECT_FALSE(engine->append(feed.call(one.id, 2, 0, 50)));
   ASSERT_TRUE(engine->append(feed.call(one.id, 0, 0, 50)));
   EXPECT_FALSE(engine->append(feed.call(one.id, 0, 0, 50)));
@@ -178,12 +184,12 @@ TEST(OneStore, RefusesCallsOutOfOrder) {
   attend.q = feed.q.data();
   attend.out = x.data();
   attend.layer = 1;
-  EXPECT_FALSE(engine->attend(attend));
+  EXPECT_THAT(engine->attend(attend).message(), HasSubstr("layer 1 lacks 50 tokens of " + name));
   attend.layer = 0;
   EXPECT_TRUE(engine->attend(attend));
   attend.dtype = DType::kFloat32;
   EXPECT_EQ(engine->attend(attend).code(), StatusCode::kUnsupported);
-  EXPECT_FALSE(engine->truncate(one.id, 1));  // layer 1 has no token
+  EXPECT_THAT(engine->truncate(one.id, 1).message(), HasSubstr("layer 1 has 0 of " + name));
   ASSERT_TRUE(engine->truncate(one.id, 0));
   EXPECT_EQ(*engine->num_tokens(one.id), 0);
   EXPECT_TRUE(feed.give(engine, one.id, 0, 100));

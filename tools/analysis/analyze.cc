@@ -28,7 +28,7 @@ Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& o) {
   if (o.first_layer < 0 || last >= info.layout.num_layers || o.first_layer > last) {
     return Status(StatusCode::kInvalidArgument,
                   info.path + ": layers " + std::to_string(o.first_layer) + "-" +
-                      std::to_string(last) + " asked for, the dump has 0-" +
+                      std::to_string(last) + " asked for (--layers), the dump has 0-" +
                       std::to_string(info.layout.num_layers - 1));
   }
   if (o.profile == nullptr) return Status::ok();
@@ -91,7 +91,7 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
   }
   if (work.empty()) {
     return Status(StatusCode::kNotFound,
-                  info.path + ": no sequence '" + options.only_sequence + "'");
+                  info.path + ": no sequence '" + options.only_sequence + "' (--seq)");
   }
   std::vector<Tally> tallies(options.presets.size() * info.sequences.size());
   std::vector<PresetDetail> details;

@@ -255,7 +255,12 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
     if (!layout.rope_applied) profile.rows[i].key_mean_before_rope = profile.rows[i].key_mean;
   });
   if (options.thresholds) {
-    if (Status s = choose_thresholds(dumps, options, &profile); !s) return s;
+    if (Status s = choose_thresholds(dumps, options, &profile); !s) {
+      if (s.code() != StatusCode::kNotFound) return s;
+      return Status(s.code(), s.message() +
+                                  "; leave the thresholds out (--no-thresholds, in Python "
+                                  "thresholds=False) where dumps cannot tell them");
+    }
   }
   if (options.progress) options.progress(1);
   return profile;

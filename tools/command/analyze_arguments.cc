@@ -27,11 +27,8 @@ CLI::Option* add_analyze_arguments(CLI::App* command, AnalyzeArguments* args, co
   command->add_option("FILE", args->files, "kv-dump files (HDF5)")->required();
   command->add_option("--layers", args->layers, "Layers A-B, inclusive, from 0");
   command->add_option("--seq", args->seq, "Only this sequence");
-  command->add_option(
-      "--profile", args->profile,
-      "Means, steps and bases of `tierkv calibrate` instead of each sequence's own");
-  command->add_option("--threads", args->threads, "Worker threads (default: all cores)")
-      ->check(CLI::Range(1, 1024));
+  add_profile(command, &args->profile);
+  add_threads(command, &args->threads);
   CLI::Option* json =
       command->add_flag("--json", args->json, "Results as JSON, schema " + std::string(schema));
   command
@@ -49,7 +46,8 @@ int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs) {
   options.details = args.details;
   if (!args.layers.empty() &&
       !parse_layers(args.layers, &options.first_layer, &options.last_layer)) {
-    return report_error("--layers " + args.layers + ": expected A-B with 0 <= A <= B", kExitUsage);
+    return report_error("--layers " + args.layers + ": expected A-B with 0 <= A <= B",
+                        kExitBadInput);
   }
   if (!args.profile.empty()) {
     Result<Profile> read = datasets::read_profile(args.profile);
@@ -87,7 +85,7 @@ static void warn_of_windows(const std::vector<analysis::Preset>& presets) {
 int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Preset>* presets) {
   for (const std::string& text : texts) {
     Result<analysis::Preset> preset = analysis::parse_preset(text);
-    if (!preset) return report_error(preset.status().message(), kExitUsage);
+    if (!preset) return report_error("--preset: " + preset.status().message(), kExitBadInput);
     presets->push_back(std::move(preset.value()));
   }
   std::string pruning;

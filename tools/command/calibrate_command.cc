@@ -81,20 +81,23 @@ void add_calibrate(CLI::App& app, int* exit_code) {
       ->check(CLI::IsMember({"mean", "matrix"}));
   c->add_flag("--no-thresholds", args->no_thresholds,
               "Leave alpha_h = 1 and alpha_l = 0 (dumps without significance)");
-  c->add_option("--error-budget", args->options.error_budget,
-                "alpha_h: share of the way from the error of all tokens high to that of all low "
-                "(default 0.25)")
-      ->check(CLI::Range(0.0, 1.0));
-  c->add_option("--prune-budget", args->options.prune_budget,
-                "alpha_l: relative increase of the attention error allowed by pruning (default 0: "
-                "keep every token)")
-      ->check(CLI::Range(0.0, 10.0));
+  require_number(
+      c->add_option("--error-budget", args->options.error_budget,
+                    "alpha_h: share of the way from the error of all tokens high to that of all "
+                    "low (default 0.25)"),
+      0, 1);
+  require_number(c->add_option("--prune-budget", args->options.prune_budget,
+                               "alpha_l: relative increase of the attention error allowed by "
+                               "pruning (default 0: keep every token)"),
+                 0, 10);
   c->add_option("--model-id", args->options.model_id,
                 "Name of the model in the profile (default: that of the dumps)");
-  c->add_option("--threads", args->options.threads, "Worker threads (default: all cores)")
-      ->check(CLI::Range(1, 1024));
+  add_threads(c, &args->options.threads);
   add_force(c, &args->force);
   c->add_flag("--json", args->json, "Summary as JSON");
+  c->footer(
+      "The sensitivities of heads, which `fast` and the default steps of `small` need, come from "
+      "the model:\npython -m tierkv.calibrate (docs/guides/calibrate.md).");
   c->callback([args, exit_code] { *exit_code = run(*args); });
 }
 

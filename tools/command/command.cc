@@ -1,16 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/command/command.h"
 
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <thread>
 
 #include "codec/file/output_file.h"
 
 namespace tierkv::tools {
+namespace {
+
+template <class T>
+void require(CLI::Option* option, const char* kind, T least, T most) {
+  const std::string range = fmt::format("{} to {}", least, most);
+  const auto why_not = [=](const std::string& text) {
+    T value{};
+    const char* last = text.data() + text.size();
+    const auto [end, error] = std::from_chars(text.data(), last, value);
+    const bool in_range = value >= least && value <= most;
+    if (error == std::errc() && end == last && in_range) return std::string();
+    return fmt::format("'{}' is not a {} from {}", text, kind, range);
+  };
+  option->check(why_not, range);
+}
+
+}  // namespace
 
 int report_error(const std::string& message, int exit_code) {
   std::fprintf(stderr, "tierkv: %s\n", message.c_str());
@@ -34,6 +53,26 @@ int check_output_file(const std::string& path, bool force, const std::vector<std
 
 int32_t default_threads() {
   return static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+void add_threads(CLI::App* command, int32_t* threads) {
+  require_whole(command->add_option("--threads", *threads, "Worker threads (default: all cores)"),
+                1, 1024);
+}
+
+void add_profile(CLI::App* command, std::string* path) {
+  command->add_option(
+      "--profile", *path,
+      "Profile: statistics of the model, which replace each sequence's own. Made once "
+      "by `python -m tierkv.calibrate`, or by `tierkv calibrate` (no sensitivities)");
+}
+
+void require_whole(CLI::Option* option, int64_t least, int64_t most) {
+  require(option, "whole number", least, most);
+}
+
+void require_number(CLI::Option* option, double least, double most) {
+  require(option, "number", least, most);
 }
 
 ProgressBar::ProgressBar(std::string label)

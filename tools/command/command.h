@@ -18,8 +18,8 @@ namespace tierkv::tools {
 
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitVerification = 1;
-inline constexpr int kExitUsage = 2;
-inline constexpr int kExitBadInput = 3;
+inline constexpr int kExitUsage = 2;     // an unknown or missing word or option
+inline constexpr int kExitBadInput = 3;  // a value, preset or file that is wrong
 
 void add_info(CLI::App& app, int* exit_code);
 void add_analyze(CLI::App& app, int* exit_code);
@@ -43,6 +43,12 @@ void add_force(CLI::App* command, bool* force);
 int check_output_file(const std::string& path, bool force, const std::vector<std::string>& inputs);
 
 int32_t default_threads();
+void add_threads(CLI::App* command, int32_t* threads);   // --threads
+void add_profile(CLI::App* command, std::string* path);  // --profile
+
+// Values of the option are numbers of a range; NaN is none.
+void require_whole(CLI::Option* option, int64_t least, int64_t most);
+void require_number(CLI::Option* option, double least, double most);
 
 // A progress bar on stderr while it is a terminal, nothing otherwise. finish() clears the line.
 class ProgressBar {

@@ -77,7 +77,7 @@ int run_compress(const Arguments& args) {
   options.threads = args.threads;
   options.without_queries = args.without_queries;
   Result<analysis::Preset> preset = analysis::parse_preset(args.preset);
-  if (!preset) return report_error(preset.status().message(), kExitUsage);
+  if (!preset) return report_error("--preset: " + preset.status().message(), kExitBadInput);
   options.preset = std::move(preset.value());
   if (options.preset.scheme.prunes()) {
     std::fprintf(stderr, "tierkv: warning: preset %s prunes tokens, for good.\n",
@@ -106,10 +106,7 @@ int run_compress(const Arguments& args) {
   const Result<analysis::CompressSummary> summary =
       analysis::compress(reader.value(), options, args.output);
   bar.finish();
-  if (!summary) {
-    const bool usage = summary.status().code() == StatusCode::kUnsupported;
-    return report_error(summary.status().message(), usage ? kExitUsage : kExitBadInput);
-  }
+  if (!summary) return report_error(summary.status().message(), kExitBadInput);
   ordered_json j = summary_of(args, *summary, watch.seconds());
   if (options.preset.scheme.weighted())
     j["rope"] = analysis::describe_rope(reader->info(), options.profile);
@@ -212,8 +209,7 @@ int run_verify(const Arguments& args) {
 }
 
 void add_common(CLI::App* c, const std::shared_ptr<Arguments>& args) {
-  c->add_option("--threads", args->threads, "Worker threads (default: all cores)")
-      ->check(CLI::Range(1, 1024));
+  add_threads(c, &args->threads);
   c->add_flag("--json", args->json, "Summary as JSON");
 }
 
@@ -226,8 +222,7 @@ void add_compress(CLI::App& app, int* exit_code) {
   c->add_option("OUT", args->output, "Container to write")->required();
   add_force(c, &args->force);
   c->add_option("--preset", args->preset, "Scheme, as in analyze")->required();
-  c->add_option("--profile", args->profile,
-                "Means, steps and bases of `tierkv calibrate` instead of each sequence's own");
+  add_profile(c, &args->profile);
   c->add_flag("--without-queries", args->without_queries,
               "Leave out the dump's queries and significance");
   add_common(c, args);
@@ -246,8 +241,9 @@ void add_decompress(CLI::App& app, int* exit_code) {
   add_force(c, &args->force);
   c->add_option("--dtype", args->dtype, "stored (default: as before), float16, bfloat16, float32")
       ->check(CLI::IsMember({"stored", "float16", "bfloat16", "float32"}));
-  c->add_option("--gzip", args->gzip, "gzip level of the dump; 0 (default) writes it as it is")
-      ->check(CLI::Range(0, 9));
+  require_whole(
+      c->add_option("--gzip", args->gzip, "gzip level of the dump; 0 (default) writes it as it is"),
+      0, 9);
   add_common(c, args);
   c->callback([args, exit_code] { *exit_code = run_decompress(*args); });
 }

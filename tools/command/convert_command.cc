@@ -56,10 +56,12 @@ int read_names(const Arguments& args, TensorNames* names) {
     if (!set_part(part, names)) {
       return report_error(
           "--part " + part + ": expected k=, v=, q=, q_positions= or significance= and a name",
-          kExitUsage);
+          kExitBadInput);
     }
   }
-  if (Status s = names->validate(); !s) return report_error(s.message(), kExitUsage);
+  if (Status s = names->validate(); !s) {
+    return report_error("--" + s.message(), kExitBadInput);
+  }
   return kExitOk;
 }
 
@@ -70,7 +72,7 @@ int read_number(const char* option, const std::string& text, std::optional<T>* o
   const char* end = text.data() + text.size();
   const auto [p, error] = std::from_chars(text.data(), end, value);
   if (error != std::errc() || p != end) {
-    return report_error(std::string(option) + " " + text + ": expected a number", kExitUsage);
+    return report_error(std::string(option) + " " + text + ": expected a number", kExitBadInput);
   }
   *out = value;
   return kExitOk;
@@ -120,8 +122,7 @@ int to_safetensors(const Arguments& args, const TensorNames& names) {
         interrupt.check();
       });
   bar.finish();
-  const bool usage = s.code() == StatusCode::kInvalidArgument;
-  return s ? kExitOk : report_error(s.message(), usage ? kExitUsage : kExitBadInput);
+  return s ? kExitOk : report_error(s.message(), kExitBadInput);
 }
 
 int to_dump(const Arguments& args, const TensorNames& names, const datasets::ModelFacts& facts) {
@@ -150,11 +151,13 @@ int run(const Arguments& args) {
   if (const int code = read_facts(args, &facts); code != kExitOk) return code;
   const bool to_tensors = has_ending(args.output, ".safetensors");
   if (!to_tensors && !has_ending(args.output, ".h5") && !has_ending(args.output, ".hdf5")) {
-    return report_error(args.output + ": must end in .safetensors, .h5 or .hdf5", kExitUsage);
+    return report_error("OUT " + args.output + ": must end in .safetensors, .h5 or .hdf5",
+                        kExitBadInput);
   }
   const bool from_dump = is_hdf5(args.input);
   if (from_dump && !to_tensors) {
-    return report_error(args.input + " is HDF5 already; OUT must end in .safetensors", kExitUsage);
+    return report_error(args.input + " is HDF5 already; OUT must end in .safetensors",
+                        kExitBadInput);
   }
   if (!from_dump && to_tensors) {
     return report_error(args.input + ": no HDF5 file to make safetensors of", kExitBadInput);

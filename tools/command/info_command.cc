@@ -188,7 +188,11 @@ Status add_file(const std::string& file, Json* files, std::string* text) {
     return Status::ok();
   }
   const Result<datasets::DumpReader> reader = datasets::DumpReader::open(file);
-  if (!reader) return reader.status();
+  if (!reader) {
+    const bool is_other = reader.status().message() == file + ": " + datasets::kNotHdf5;
+    if (!is_other) return reader.status();
+    return Status(StatusCode::kCorrupt, file + " is neither HDF5 nor a .tkv container");
+  }
   files->push_back(describe(reader->info()));
   *text += to_text(reader->info());
   return Status::ok();

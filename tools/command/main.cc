@@ -22,7 +22,9 @@ int main(int argc, char** argv) {
   CLI::App app("tierkv: what compression does to a KV cache");
   app.set_version_flag("--version", TIERKV_VERSION);
   app.require_subcommand(1);
-  app.footer("Exit codes: 0 ok, 1 verification failed, 2 usage, 3 bad input.");
+  app.footer(
+      "Exit codes: 0 success; 1 verify found damage; 2 a word or option is unknown or missing;\n"
+      "3 a value, preset or file is wrong, or an output cannot be written: the message names it.");
   int exit_code = kExitOk;
   add_info(app, &exit_code);
   add_analyze(app, &exit_code);
@@ -41,6 +43,10 @@ int main(int argc, char** argv) {
                           kExitUsage);
     }
     app.parse(argc, argv);
+  } catch (const CLI::ValidationError& e) {
+    return report_error(e.what(), kExitBadInput);
+  } catch (const CLI::ConversionError& e) {
+    return report_error(e.what(), kExitBadInput);
   } catch (const CLI::ParseError& e) {
     return app.exit(e) == 0 ? kExitOk : kExitUsage;
   } catch (const Interrupted& interrupted) {

@@ -19,7 +19,7 @@ struct Arguments : AnalyzeArguments {
 int expand(const std::vector<std::string>& grids, std::vector<std::string>* presets) {
   for (const std::string& grid : grids) {
     const Result<std::vector<std::string>> expanded = analysis::expand_grid(grid);
-    if (!expanded) return report_error(expanded.status().message(), kExitUsage);
+    if (!expanded) return report_error("--preset: " + expanded.status().message(), kExitBadInput);
     for (const std::string& preset : *expanded) {
       if (std::find(presets->begin(), presets->end(), preset) == presets->end())
         presets->push_back(preset);
@@ -70,7 +70,7 @@ void add_sweep(CLI::App& app, int* exit_code) {
        "--preset", args->grids,
        "Preset, or a grid of presets with '/' between alternatives of the name, a value or "
        "a suffix: step:k=0.2/0.3/0.4,v=0.25/0.3 are 6, k4v4/k8v4+/huffman are 4. Repeat "
-       "for more. Default: 40 presets with equal windows")
+       "for more. Default: 44 presets with equal windows")
       ->allow_extra_args(false);
   c->add_flag("--sequences", args->sequences, "A result for every sequence too, not only totals");
   CLI::Option* csv = c->add_flag("--csv", args->csv, "Results as CSV")->excludes(json);

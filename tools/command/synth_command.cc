@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 
 #include "datasets/synth.h"
@@ -23,7 +25,17 @@ int run(Arguments& args) {
                       : args.significance == "sampled" ? datasets::SignificanceKind::kSampled
                                                        : datasets::SignificanceKind::kNone;
   spec.layout.rope_applied = false;
-  if (Status s = spec.validate(); !s) return report_error(s.message(), kExitUsage);
+  const CacheLayout& l = spec.layout;
+  if (l.num_q_heads % l.num_kv_heads != 0) {
+    return report_error(fmt::format("--q-heads {} is not a multiple of --kv-heads {}",
+                                    l.num_q_heads, l.num_kv_heads),
+                        kExitBadInput);
+  }
+  if (spec.outlier_channels > l.head_dim) {
+    return report_error(
+        fmt::format("--outliers {} is more than --head-dim {}", spec.outlier_channels, l.head_dim),
+        kExitBadInput);
+  }
   if (const int code = check_output_file(args.output, args.force, {}); code != kExitOk) {
     return code;
   }
@@ -51,23 +63,34 @@ void add_synth(CLI::App& app, int* exit_code) {
       "synth", "Write a synthetic cache: outlier channels, sinks, heavy-tailed attention");
   c->add_option("-o,--output", args->output, "Dump to write (HDF5)")->required();
   add_force(c, &args->force);
-  c->add_option("--layers", s.layout.num_layers, "Layers (default 2)");
-  c->add_option("--q-heads", s.layout.num_q_heads, "Query heads (default 8)");
-  c->add_option("--kv-heads", s.layout.num_kv_heads, "Key/value heads (default 2)");
-  c->add_option("--head-dim", s.layout.head_dim, "Channels per head (default 128)");
-  c->add_option("--tokens", s.tokens,
-                "Tokens per sequence, e.g. 1024,4096 for two sequences (default 1024)")
+  const auto whole = [&](const char* name, auto* value, const char* what, int64_t least,
+                         int64_t most) {
+    CLI::Option* option = c->add_option(name, *value, what);
+    require_whole(option, least, most);
+    return option;
+  };
+  whole("--layers", &s.layout.num_layers, "Layers (default 2)", 1, 4096);
+  whole("--q-heads", &s.layout.num_q_heads, "Query heads (default 8)", 1, 4096);
+  whole("--kv-heads", &s.layout.num_kv_heads, "Key/value heads (default 2)", 1, 4096);
+  whole("--head-dim", &s.layout.head_dim, "Channels per head (default 128)", 1, kMaxHeadDim);
+  whole("--tokens", &s.tokens,
+        "Tokens per sequence, e.g. 1024,4096 for two sequences (default 1024)", 1,
+        datasets::kMaxSynthTokens)
       ->delimiter(',');
   c->add_option("--dtype", args->dtype, "float16 (default), bfloat16 or float32")
       ->check(CLI::IsMember({"float16", "bfloat16", "float32"}));
-  c->add_option("--queries", s.num_queries, "Newest positions whose q is written (default 64)");
-  c->add_option("--seed", s.seed, "The same seed gives the same dump (default 1)");
-  c->add_option("--outliers", s.outlier_channels, "Outlier key channels (default 4)");
-  c->add_option("--outlier-scale", s.outlier_scale,
-                "Their size in standard deviations (default 8)");
-  c->add_option("--sinks", s.sink_tokens, "Attention sinks at the start (default 4)");
-  c->add_option("--heavy", s.heavy_fraction,
-                "Share of tokens many queries look for (default 0.02)");
+  whole("--queries", &s.num_queries, "Newest positions whose q is written (default 64)", 0,
+        datasets::kMaxSynthTokens);
+  whole("--seed", &s.seed, "The same seed gives the same dump (default 1)", 0, INT64_MAX);
+  whole("--outliers", &s.outlier_channels, "Outlier key channels (default 4)", 0, kMaxHeadDim);
+  require_number(c->add_option("--outlier-scale", s.outlier_scale,
+                               "Their size in standard deviations (default 8)"),
+                 0, 1000);
+  whole("--sinks", &s.sink_tokens, "Attention sinks at the start (default 4)", 0,
+        datasets::kMaxSynthTokens);
+  require_number(c->add_option("--heavy", s.heavy_fraction,
+                               "Share of tokens many queries look for (default 0.02)"),
+                 0, 1);
   c->add_option("--significance", args->significance,
                 "none, sampled (default) or exact (slow beyond a few thousand tokens)")
       ->check(CLI::IsMember({"none", "sampled", "exact"}));

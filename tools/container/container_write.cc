@@ -238,7 +238,7 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
   if (scheme.coder == Coder::kZstd || scheme.has_baseline_coder() ||
       scheme.eviction != Eviction::kNone) {
     return refuse(StatusCode::kUnsupported,
-                  "it is a baseline of the analysis; the container does not hold it");
+                  "it is a baseline that only analyze and sweep know; a container cannot hold it");
   }
   if (Status s = scheme.validate(info.layout.head_dim); !s) return refuse(s.code(), s.message());
   const Profile* p = options.profile;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "codec/format/same_log.h"
+#include "store/engine/sequence_name.h"
 #include "store/rows/coded/coded_rows.h"
 #include "store/rows/raw_tiles.h"
 
@@ -16,7 +17,7 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan(const std::vector<BodyWork>& w
   for (const BodyWork& work : works) {
     LayerDraft draft;
     if (Status s = this->draft(work, plan.get(), &draft); !s) {
-      return s.with_context("sequence " + std::to_string(work.layer.slot) + ", layer " +
+      return s.with_context(name_of(work.layer.id()) + ", layer " +
                             std::to_string(work.layer.layer));
     }
     add_layer_plan(work.layer, &draft, plan.get());

@@ -8,6 +8,7 @@
 
 #include "codec/format/byte_cursor.h"
 #include "codec/host/page_codec.h"
+#include "store/engine/sequence_name.h"
 
 namespace tierkv::store {
 namespace {
@@ -221,8 +222,8 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan(const std::vector<BodyWork>& w
         draft.tiers.push_back(tier);
       }
       if (Status s = encode(work, h, &draft); !s) {
-        return s.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
-                              std::to_string(h));
+        return s.with_context(name_of(work.layer.id()) + ", layer " +
+                              std::to_string(work.layer.layer) + ", kv_head " + std::to_string(h));
       }
       layer.tokens.push_back(units_of(row_class(work.layer.layer, h), draft.row));
       plan->rows.push_back(std::move(draft));

@@ -129,12 +129,14 @@ Status check_sensitivities(const Scheme& scheme, const Profile* profile) {
   if (!scheme.has_unlike_classes()) return Status::ok();
   if (profile == nullptr) {
     return Status(StatusCode::kInvalidArgument,
-                  "its classes of heads need a profile with sensitivities (--profile)");
+                  "its classes of heads need a profile with sensitivities (--profile, in Python "
+                  "profile=), which python -m tierkv.calibrate makes");
   }
   if (profile->joint_sensitivity.empty()) {
     return Status(StatusCode::kInvalidArgument,
                   "its classes of heads need sensitivities, which the profile does not hold "
-                  "(/joint_sensitivity)");
+                  "(/joint_sensitivity): take a profile from the model (python -m "
+                  "tierkv.calibrate)");
   }
   return Status::ok();
 }
