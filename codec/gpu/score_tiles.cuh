@@ -203,22 +203,25 @@ __device__ __forceinline__ void take_queries(const ScoreTask& task, int32_t rows
   const SignificanceCall& p = task.p;
   const QueryLine& line = task.line;
   const int32_t heads = p.num_q_heads / p.num_kv_heads, queries = rows / heads;
+  const auto sequence = [&] { return find_sequence(p, p.query_stride, heads); };
+  const auto tiles_of = [&](const CtaTile& tile) {
+    return tiles_of_queries(tile.tokens.count, queries);
+  };
   wait_for_previous_kernel();
-  CtaTile tile = find_sequence(p, p.query_stride, heads);
-  const int32_t tiles = tiles_of_queries(tile.tokens.count, queries);
-  const int64_t of_head = line.begin_of(tiles);
   auto kv_head = static_cast<int32_t>(blockIdx.x);
   auto index = static_cast<int32_t>(gridDim.z - 1 - blockIdx.z);
   if (line.share > 0) {
-    const int64_t at = blockIdx.z * line.share;
+    const int64_t at = blockIdx.z * line.share, of_head = line.begin_of(tiles_of(sequence()));
     kv_head = static_cast<int32_t>(at / of_head);
     index = 0;
     while (kv_head * of_head + line.begin_of(index + 1) <= at) ++index;
   }
-  if (kv_head >= p.num_kv_heads || index >= tiles) return;
+  if (kv_head >= p.num_kv_heads || index >= tiles_of(sequence())) return;
 #pragma unroll 1
   for (bool is_last = false; !is_last;) {
-    const int64_t keys = kv_head * of_head + line.keys_of(index);
+    CtaTile tile = sequence();  // anew, so that it takes no registers meanwhile
+    const int32_t tiles = tiles_of(tile);
+    const int64_t keys = kv_head * line.begin_of(tiles) + line.keys_of(index);
     const int64_t length = line.tile_tokens * (index + int64_t{1});
     int64_t from = 0, to = length;
     if (line.share > 0) {
