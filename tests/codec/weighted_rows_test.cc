@@ -33,8 +33,8 @@ class WeightedRowsTest : public testing::Test {
                            : rows_.source.below(3)       ? most
                                                          : most / 4 * 2;
     rope_ = *make_rope_table(rows_.rope(rotary == 0 ? RopePairing::kNone : pairing, rotary),
-                             head_dim, 5000);
-    first_ = rows_.source.below(4900);
+                             head_dim, kPositions);
+    first_ = rows_.source.below(kPositions - tokens + 1);
     keys_ = rows_.rows(tokens, head_dim);
     values_ = rows_.rows(tokens, head_dim, std::exp(8 * rows_.source.uniform() - 4));
     WeightedFit fit;
@@ -60,6 +60,7 @@ class WeightedRowsTest : public testing::Test {
     return quantize_weighted(row_, c, t, exponents_.data(), codes_.data());
   }
 
+  static constexpr int32_t kPositions = 5000;  // that the table of turns has
   uint32_t seed_;
   WeightedSourceOfRows rows_;
   int32_t head_dim_ = 0, tokens_ = 0;

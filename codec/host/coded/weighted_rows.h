@@ -7,7 +7,7 @@
 //   1. fit_weighted_row() on the first 256 body tokens: means and steps;
 //   2. importance_exponent() of each token whose significance is known;
 //   3. token_exponents() and quantize_weighted(): exponents and codes, any number of tokens;
-//   4. a BookBuilder (codec/host/coded/weighted_books.h) over the codes of a layer: the family;
+//   4. choose_books() (codec/host/coded/weighted_books.h) over the codes of a layer: the family;
 //   5. encode_weighted_block() (codec/host/coded/weighted_block.h) for every 64 positions.
 // Reading goes through decode_weighted_block() and dequantize_weighted().
 //
