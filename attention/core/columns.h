@@ -47,6 +47,16 @@ struct QueryColumns {
     return (line * num_kv_heads + kv_head) * group + at - query * group;
   }
 
+  // The row and the column of query j of an entry, of a q head.
+  struct Place {
+    int32_t row, column;
+  };
+  TKV_HD constexpr Place of_query(int32_t entry, int32_t j, int32_t q_head) const {
+    const int32_t kv_head = q_head / group, at = j * group + q_head - kv_head * group;
+    const int32_t pass = passes == 1 ? 0 : at / of_row;
+    return {(entry * num_kv_heads + kv_head) * passes + pass, at - pass * of_row};
+  }
+
   // The q head of a column; of one that the row does not have, any.
   TKV_HD constexpr int32_t head(int32_t row, int32_t column) const {
     const int32_t batch_row = passes == 1 ? row : row / passes;

@@ -98,7 +98,8 @@ Status engine_attend(const EngineConfig& config, const EngineGrid& grid, const E
   // neither.
   attend_call.plan_is_settled = true;
   attend_call.settled[0] = Settled::kAll;
-  if (Status s = attend(attention, of, attend_call, attention_part(workspace, layout), stream);
+  if (Status s = attend_parts(attention, of, attend_call, attention_part(workspace, layout), stream,
+                              &q->shared);
       !s) {
     return s;
   }

@@ -7,6 +7,7 @@
 
 #include "attention/core/prior_attention.h"
 #include "attention/core/workspace.h"
+#include "attention/tiers/shared_rows.h"
 #include "codec/format/block_cache.h"
 #include "tierkv/engine.h"
 
@@ -97,6 +98,7 @@ struct EngineQueries {
   void* packed_q = nullptr;
   const void* packed_out = nullptr;
   const float* packed_lse = nullptr;
+  SharedRowsParams shared;  // rows that packed_out does not have yet; items is null: there are none
   const int32_t* row_status = nullptr;  // [count * num_kv_heads] StatusCode, or null
   int32_t* errors = nullptr;
 
@@ -125,7 +127,8 @@ struct EngineQueries {
 };
 // Fields of a validated call; what is packed is null.
 Result<EngineQueries> engine_queries(const EngineConfig& config, const EngineAttend& call);
-// Device memory, one launch each: q to packed_q; packed_out and packed_lse to out and lse. The
+// Device memory, one launch each: q to packed_q; packed_out and packed_lse, and the parts of shared
+// rows, to out and lse. The
 // kernel behind the first begins when all work before that one has ended (or, where is_settled, the
 // work that it names), and waits for its end before it reads queries.
 Status pack_queries(const EngineQueries& q, GpuStream stream);

@@ -8,6 +8,7 @@
 
 #include "attention/core/online_softmax.h"
 #include "attention/engine/engine.h"
+#include "attention/tiers/shared_rows.cuh"
 #include "codec/gpu/pages/lane_rotation.cuh"
 #include "gpu/pdl.cuh"
 
@@ -106,6 +107,54 @@ __device__ __forceinline__ float mean_product(const EngineQueries& q, const Warp
   return sum;
 }
 
+// The output and the log-sum-exp of a shared row's column, joined from its parts.
+__device__ __forceinline__ float join_parts(const JoinedParts& parts, int32_t head_dim,
+                                            LaneValues& x) {
+  constexpr int32_t kBatch = 4;  // parts in flight
+  constexpr int32_t kValues = 4 * kLaneChunks;
+  SoftmaxState whole;
+#pragma unroll 1
+  for (int32_t first = 0; first < parts.count; first += kBatch) {
+    SoftmaxState state[kBatch];
+    float y[kBatch][kValues];
+    float reference = whole.reference;
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      if (first + i >= parts.count) continue;
+      const float2 s = __ldcg(reinterpret_cast<const float2*>(parts.state(first + i)));
+      state[i] = {s.x, s.y};
+      const float* from = parts.accumulator(first + i);
+#pragma unroll
+      for (int32_t n = 0; n < kValues; ++n) {
+        const int32_t dim = lane_dim(n / 4) + 8 * (n % 4);
+        y[i][n] = dim < head_dim ? __ldcg(from + dim) : 0.0f;
+      }
+    }
+#pragma unroll
+    for (const SoftmaxState& s : state) {
+      if (!s.is_empty()) reference = fmaxf(reference, s.reference);
+    }
+    const float factor = share(whole, {reference, 1.0f});
+    whole = {reference, whole.sum * factor};
+#pragma unroll
+    for (int32_t n = 0; n < kValues; ++n) x[n / 4][n % 4] *= factor;
+#pragma unroll
+    for (int32_t i = 0; i < kBatch; ++i) {
+      if (state[i].is_empty()) continue;  // its accumulator may be anything
+      const float f = exp2_fast(state[i].reference - reference);
+      whole.sum = fmaf(f, state[i].sum, whole.sum);
+#pragma unroll
+      for (int32_t n = 0; n < kValues; ++n) {
+        x[n / 4][n % 4] = fmaf(f, y[i][n], x[n / 4][n % 4]);
+      }
+    }
+  }
+  const FinishedState finished = finish(whole, -INFINITY);
+#pragma unroll
+  for (int32_t n = 0; n < kValues; ++n) x[n / 4][n % 4] *= finished.scale;
+  return finished.lse;
+}
+
 // A body's output and its log-sum-exp, joined with what `to` holds of other tokens.
 __device__ __forceinline__ float join_prior(const EngineQueries& q, const WarpQuery& w, float lse,
                                             const uint16_t* to, LaneValues& x) {
@@ -137,21 +186,31 @@ __device__ __forceinline__ void count_stray_row(const EngineQueries& q, const Wa
 __global__ void __launch_bounds__(kEngineThreads)
     unpack_outputs_kernel(const __grid_constant__ EngineQueries q) {
   let_next_kernel_start();
-  wait_for_previous_kernel();
   const WarpQuery w = warp_query(q);
+  RowCtas ctas{0, 0};
+  QueryColumns::Place place{0, 0};
+  if (q.shared.items != nullptr && w.vector < q.vectors()) {
+    place = q.shared.columns.of_query(w.entry, w.j, w.head);
+    ctas = ctas_of_row(q.shared, place.row);
+  }
+  wait_for_previous_kernel();
   if (w.vector >= q.vectors()) return;
   count_stray_row(q, w);
   if (w.token < 0) return;
-  LaneValues x;
-  load_lane_values(static_cast<const uint16_t*>(q.packed_out) + w.vector * q.head_dim,
-                   q.packed_dtype, q.head_dim, x);
+  const bool has_lse = q.lse != nullptr || q.prior.lse != nullptr;
+  LaneValues x = {};
+  float lse = 0.0f;
+  if (ctas.count > 0) {
+    lse = join_parts(parts_of_row(q.shared, ctas, q.head_dim, place.column, 0), q.head_dim, x);
+  } else {
+    load_lane_values(static_cast<const uint16_t*>(q.packed_out) + w.vector * q.head_dim,
+                     q.packed_dtype, q.head_dim, x);
+    if (has_lse) lse = q.packed_lse[w.vector];
+  }
   rotate_back(q.out_rotation, q.head_dim, x);
   auto* const to =
       static_cast<uint16_t*>(q.out) + w.token * q.out_strides.token + w.head * q.out_strides.head;
-  float lse = 0.0f;
-  if (q.lse != nullptr || q.prior.lse != nullptr) {
-    lse = q.packed_lse[w.vector] + q.sm_scale * mean_product(q, w);
-  }
+  if (has_lse) lse += q.sm_scale * mean_product(q, w);
   if (q.prior.lse != nullptr) lse = join_prior(q, w, lse, to, x);
   store_outputs(x, q.dtype, q.head_dim, to);
   if (q.lse != nullptr && lane_index() == 0) {

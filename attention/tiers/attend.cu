@@ -108,7 +108,7 @@ Status plan_of(const AttentionConfig& config, const AttentionGrid& grid, const P
 // A validated call.
 template <int32_t kClasses>
 Status attend_of(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
-                 const AttentionWorkspace& workspace, GpuStream stream) {
+                 const AttentionWorkspace& workspace, GpuStream stream, SharedRowsParams* shared) {
   const WorkspaceLayout layout = workspace_layout(config, grid, call.batch.count);
   DecodeParamsOf<kClasses> params;
   params.rows = config_rows<kClasses>(config, grid, call.table, call.batch, call.layer);
@@ -137,8 +137,8 @@ Status attend_of(const AttentionConfig& config, const AttentionGrid& grid, const
   std::copy_n(call.settled, kAttentionTiers, params.settled);
   // Where a chunk lies in its tail is read with the chunk.
   if (params.tail.newest != nullptr) params.settled[params.tail.tier] = Settled::kNothing;
-  if (Status s = launch_decode(params, config.head_dim, grid.num_ctas, stream); !s) return s;
-  return launch_shared_rows(shared_rows_params(params, grid.num_ctas), config.head_dim, stream);
+  *shared = shared_rows_params(params, grid.num_ctas);
+  return launch_decode(params, config.head_dim, grid.num_ctas, stream);
 }
 
 }  // namespace
@@ -170,13 +170,21 @@ Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
              : plan_of<1>(config, grid, table, batch, workspace, stream);
 }
 
-Status attend(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
-              const AttentionWorkspace& workspace, GpuStream stream) {
+Status attend_parts(const AttentionConfig& config, const AttentionGrid& grid,
+                    const AttendCall& call, const AttentionWorkspace& workspace, GpuStream stream,
+                    SharedRowsParams* shared) {
   if (Status s = validate_call(config, grid, call.table, call.batch, workspace); !s) return s;
   if (Status s = validate_attend(config, call); !s) return s;
   return config.classes.count > 1
-             ? attend_of<kMaxAttentionClasses>(config, grid, call, workspace, stream)
-             : attend_of<1>(config, grid, call, workspace, stream);
+             ? attend_of<kMaxAttentionClasses>(config, grid, call, workspace, stream, shared)
+             : attend_of<1>(config, grid, call, workspace, stream, shared);
+}
+
+Status attend(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
+              const AttentionWorkspace& workspace, GpuStream stream) {
+  SharedRowsParams shared;
+  if (Status s = attend_parts(config, grid, call, workspace, stream, &shared); !s) return s;
+  return launch_shared_rows(shared, config.head_dim, stream);
 }
 
 }  // namespace tierkv

@@ -51,6 +51,23 @@ __device__ __forceinline__ RowCtas ctas_of_row(const SharedRowsParams& p, int32_
   return ctas;
 }
 
+// The parts of a row's column, accumulators from dim `first_dim` on.
+__device__ __forceinline__ JoinedParts parts_of_row(const SharedRowsParams& p, const RowCtas& ctas,
+                                                    int32_t head_dim, int32_t column,
+                                                    int32_t first_dim) {
+  const int32_t of_row = p.columns.of_row;
+  const int64_t first = static_cast<int64_t>(part_index(ctas.first, false)) * of_row + column;
+  const int64_t before = static_cast<int64_t>(part_index(ctas.first, true)) * of_row + column;
+  const float* dims = p.parts + first_dim;
+  return {p.part_states + first,
+          p.part_states + before,
+          dims + first * head_dim,
+          dims + before * head_dim,
+          2 * of_row,
+          2 * of_row * head_dim,
+          ctas.count};
+}
+
 // What a warp joins and where its result goes, all known before the parts are there.
 template <int32_t kHeadDim, int32_t kDims, int32_t kBatch>
 class SharedRowTask {
@@ -60,18 +77,8 @@ class SharedRowTask {
   // place: of the column; where it is negative, or ctas.count 0, there is nothing to run.
   __device__ __forceinline__ SharedRowTask(const SharedRowsParams& p, const RowCtas& ctas,
                                            int64_t place, int32_t column, int32_t slice)
-      : dims_(kHeadDim - slice * kDims) {
-    const int32_t of_row = p.columns.of_row;
-    const int64_t first = static_cast<int64_t>(part_index(ctas.first, false)) * of_row + column;
-    const int64_t before = static_cast<int64_t>(part_index(ctas.first, true)) * of_row + column;
-    const float* dims = p.parts + slice * kDims;
-    parts_ = {p.part_states + first,
-              p.part_states + before,
-              dims + first * kHeadDim,
-              dims + before * kHeadDim,
-              2 * of_row,
-              2 * of_row * kHeadDim,
-              ctas.count};
+      : dims_(kHeadDim - slice * kDims),
+        parts_(parts_of_row(p, ctas, kHeadDim, column, slice * kDims)) {
     to_ = {static_cast<uint16_t*>(p.out) + place * kHeadDim + slice * kDims,
            p.lse != nullptr && slice == 0 ? p.lse + place : nullptr, p.is_bfloat16, -INFINITY};
   }

@@ -44,6 +44,12 @@ SharedRowsParams shared_rows_params(const DecodeParamsOf<kClasses>& d, int32_t n
           d.is_bfloat16, d.warps, d.out,         d.lse,    d.sinks};
 }
 
+// attend() of tierkv/attention.h without its last kernel: of rows that several CTAs share there are
+// parts, and *shared says where. Whoever reads the outputs joins them (engine_kernels.cuh).
+Status attend_parts(const AttentionConfig& config, const AttentionGrid& grid,
+                    const AttendCall& call, const AttentionWorkspace& workspace, GpuStream stream,
+                    SharedRowsParams* shared);
+
 // Behind a decode kernel, which must let the next kernel start only when its plan
 // is complete.
 Status launch_shared_rows(const SharedRowsParams& params, int32_t head_dim, GpuStream stream);

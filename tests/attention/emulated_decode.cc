@@ -43,6 +43,7 @@ DecodeKernelOf<kClasses> kernel_of(int32_t head_dim, const DecodeParamsOf<kClass
 // What a run differs in from the usual one.
 struct DecodeRun {
   std::function<void()> after_plan;
+  JoinSharedRows join;
   int32_t guard_rows = 0;  // behind those of the batch, in out and lse
   bool is_guard_whole = true;
 };
@@ -111,8 +112,12 @@ DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun
   };
   run_in_random_order(ctas, p.warps * 32, [&] { kernel_of(dim, p)(p); });
   const SharedRowsParams shared_rows = shared_rows_params(p, ctas);
-  const SharedRowsLaunch launch = shared_rows_launch(shared_rows, dim);
-  run_in_random_order(launch.ctas, kSharedRowsThreads, [&] { launch.kernel(shared_rows); });
+  if (run->join) {
+    run->join(shared_rows);
+  } else {
+    const SharedRowsLaunch launch = shared_rows_launch(shared_rows, dim);
+    run_in_random_order(launch.ctas, kSharedRowsThreads, [&] { launch.kernel(shared_rows); });
+  }
   const auto end = static_cast<std::ptrdiff_t>(columns);
   run->is_guard_whole =
       std::all_of(out.begin() + end * dim, out.end(), [](uint16_t x) { return x == 0xffff; }) &&
@@ -136,8 +141,10 @@ double tolerance_of(DType dtype) {
 
 }  // namespace
 
-DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng) {
+DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
+                            const JoinSharedRows& join) {
   DecodeRun run;
+  run.join = join;
   return emulate(world, ctas, rng, &run);
 }
 

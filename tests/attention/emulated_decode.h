@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "attention/tiers/shared_rows.h"
 #include "tests/support/page_world.h"
 
 namespace tierkv::test {
@@ -16,8 +17,11 @@ struct DecodeOutput {
   std::vector<int32_t> row_status;
 };
 
-// One decode step of `ctas` CTAs, which arrive in random order.
-DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng);
+// One decode step of `ctas` CTAs, which arrive in random order. join: in place of the kernel that
+// joins the parts of shared rows; empty: that kernel.
+using JoinSharedRows = std::function<void(const SharedRowsParams&)>;
+DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
+                            const JoinSharedRows& join = {});
 
 // The same with counts that change after the plan, by `change`. Whether only rows of the batch were
 // written; what was written there may be anything.

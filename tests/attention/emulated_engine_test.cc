@@ -124,16 +124,12 @@ TEST_F(EmulatedEngine, ABatchIsAttendedAsOnTheHost) {
       };
       std::copy_n(e.w.cache.base, e.w.cache.num_blocks * e.w.cache.block_stride,
                   world.pool_bytes.data() + offset(world.pool_bytes));
-      const test::DecodeOutput decoded = test::emulate_decode(world, uniform(1, 6), rng);
-      std::vector<uint16_t> packed_out;
-      for (const double x : decoded.out) {
-        packed_out.push_back(float_to_raw(q.packed_dtype, static_cast<float>(x)));
-      }
-      const std::vector<float> packed_lse(decoded.lse.begin(), decoded.lse.end());
-      q.packed_out = packed_out.data();
-      q.packed_lse = packed_lse.data();
-      q.row_status = decoded.row_status.data();
-      run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+      (void)test::emulate_decode(world, uniform(1, 6), rng, [&](const SharedRowsParams& shared) {
+        q.packed_out = shared.out;
+        q.packed_lse = shared.lse;
+        q.shared = shared;
+        run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+      });
 
       const bool is_bfloat16 = shape.blocks.dtype == DType::kBFloat16;
       double error = 0, norm = 0;

@@ -19,8 +19,8 @@ Status plan_attention(const AttentionConfig&, const AttentionGrid&, const PageTa
                       const AttentionBatch&, const AttentionWorkspace&, GpuStream) {
   return Status::ok();
 }
-Status attend(const AttentionConfig& config, const AttentionGrid&, const AttendCall& call,
-              const AttentionWorkspace&, GpuStream) {
+Status attend_parts(const AttentionConfig& config, const AttentionGrid&, const AttendCall& call,
+                    const AttentionWorkspace&, GpuStream, SharedRowsParams*) {
   const Result<ReferenceOutput> answers = attend_reference(config, call);
   if (!answers) return answers.status();
   for (size_t i = 0; i < answers->out.size(); ++i) {

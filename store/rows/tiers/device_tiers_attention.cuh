@@ -129,8 +129,8 @@ class DeviceTiersAttention {
     // neither.
     attend.plan_is_settled = true;
     std::fill_n(attend.settled, part.config.num_tiers, Settled::kAll);
-    if (Status s = tierkv::attend(part.of_queries(call.q_len), part.grids[call.q_len - 1], attend,
-                                  part.workspaces[index], stream);
+    if (Status s = attend_parts(part.of_queries(call.q_len), part.grids[call.q_len - 1], attend,
+                                part.workspaces[index], stream, &queries.shared);
         !s) {
       return s;
     }
