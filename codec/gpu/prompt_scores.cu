@@ -72,7 +72,9 @@ Status launch(ScoreTask task, bool is_lse, GpuStream stream) {
   const SignificanceCall& p = task.p;
   dim3 grid(p.num_kv_heads, p.num_sequences, (p.max_tokens - 1) / chosen->rows + 1);
   if (is_lse) {
-    task.line = share_out(p, chosen->rows);
+    const Result<DeviceLimits> limits = device_limits();
+    if (!limits) return limits.status();
+    task.line = share_out(p, chosen->rows, limits->sms);
     if (task.line.share > 0) grid.x = 1;
     grid.z = task.line.ctas;
   }

@@ -40,9 +40,7 @@ __device__ __forceinline__ void copy_part(uint8_t* shared, RowSource columns,
   const int32_t i = part / Shape::kParts, dims = part % Shape::kParts * Shape::kStageDims;
   uint8_t* stage = shared + part % Shape::kStages * Shape::kStageBytes;
   columns.base += 2 * dims;
-  copy_rows<Shape::kStageDims, kColumns, kMathThreads>(columns, stage, [&](uint32_t column) {
-    return make_int2(stream.token_of(i, column), stream.head_of(column));
-  });
+  copy_columns<Shape::kStageDims, kMathThreads>(columns, stream, i, stage);
   const auto column = static_cast<int32_t>(threadIdx.x);
   if (lse == nullptr || column >= kColumns || part % Shape::kParts != Shape::kParts - 1) return;
   const int32_t token = stream.token_of(i, column);

@@ -52,11 +52,12 @@ struct QueryLine {
 TKV_HD int32_t tiles_of_queries(int32_t queries, int32_t tile_queries) {
   return (queries - 1) / tile_queries + 1;
 }
-// For tiles of `rows` queries and heads. A sum's order depends on max_tokens, the numbers of heads,
-// head_dim and query_stride.
-inline QueryLine share_out(const SignificanceCall& p, int32_t rows) {
-  constexpr int64_t kWantedCtas = 132;  // of a sequence: the SMs of a large GPU
+// For tiles of `rows` queries and heads, on so many SMs. One sequence gets a CTA an SM; several,
+// which may differ in length, get about twice as many together. So a sum's order depends on the
+// numbers of SMs, sequences and heads, and on max_tokens, head_dim and query_stride.
+inline QueryLine share_out(const SignificanceCall& p, int32_t rows, int32_t sms) {
   constexpr int64_t kLeastShare = 4 * kColumns;
+  const int64_t wanted_ctas = p.num_sequences == 1 ? sms : 2 * sms / p.num_sequences + 1;
   const int32_t counted = sample_tokens(p.max_tokens, p.query_stride).count;
   const int32_t queries = std::min(rows / (p.num_q_heads / p.num_kv_heads), counted);
   const int32_t tiles = tiles_of_queries(counted, queries);
@@ -64,7 +65,7 @@ inline QueryLine share_out(const SignificanceCall& p, int32_t rows) {
   if (p.query_stride == 1) return line;
   const int64_t all = p.num_kv_heads * line.begin_of(tiles);
   const int64_t for_stride = p.max_tokens / (p.query_stride - 1) + 1;
-  line.share = std::max({(all - 1) / kWantedCtas + 1, kLeastShare, for_stride});
+  line.share = std::max({(all - 1) / wanted_ctas + 1, kLeastShare, for_stride});
   line.ctas = static_cast<int32_t>((all - 1) / line.share + 1);
   return line;
 }
@@ -268,18 +269,36 @@ __device__ __forceinline__ void load_stationary(
   }
 }
 
-// kDims dims of a tile of kRows rows, by kThreads threads: find(row) names token and head.
-template <int32_t kDims, int32_t kRows, int32_t kThreads, class Find>
-__device__ __forceinline__ void copy_rows(const RowSource& from, uint8_t* to, Find&& find) {
-  constexpr uint32_t kPieces = kDims / 8;
-  const uint32_t thread = threadIdx.x % kThreads;
-#pragma unroll 8
-  for (uint32_t n = 0; n < kRows * kPieces / kThreads; ++n) {
-    const uint32_t i = n * kThreads + thread, row = i / kPieces, piece = i % kPieces;
-    const int2 at = find(row);
-    const bool present = at.x < from.num_tokens;
-    copy_async_16(to + piece / 8 * kRows * 128 + row * 128 + (piece % 8 ^ row % 8) * 16,
-                  from.row(present ? at.x : 0, at.y) + 16 * piece, present);
+// kDims dims of a tile of the stream, by kThreads threads. Eight columns at a time, which are one
+// head's: where they are in memory is the same for all threads but for what each adds once.
+template <int32_t kDims, int32_t kThreads>
+__device__ __forceinline__ void copy_columns(const RowSource& from, const StreamShape& stream,
+                                             int32_t tile, uint8_t* to) {
+  constexpr int32_t kPieces = kDims / 8;              // of 16 bytes, of a column
+  constexpr int32_t kTurns = 8 * kPieces / kThreads;  // for eight columns
+  constexpr int32_t kEights = kTurns > 1 ? 1 : kThreads / (8 * kPieces);  // in a turn
+  constexpr int32_t kColumnsOfTurn = kTurns > 1 ? kThreads / kPieces : 8;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x) % kThreads;
+  const int32_t own_eight = thread / (kColumnsOfTurn * kPieces);
+  const int32_t own_column = thread / kPieces % kColumnsOfTurn, piece = thread % kPieces;
+  if (own_eight >= kEights) return;
+#pragma unroll
+  for (int32_t turn = 0; turn < (kTurns > 1 ? kTurns : 1); ++turn) {
+    const int32_t column = own_column + turn * kColumnsOfTurn;
+    const int32_t first = stream.token_of(tile, column);
+    const uint8_t* const source = from.row(first, stream.first_head) + 16 * piece;
+    uint8_t* const target =
+        to + piece / 8 * kColumns * 128 + column * 128 + (piece % 8 ^ column) * 16;
+#pragma unroll
+    for (int32_t i = 0; i < kColumns / 8 / kEights; ++i) {
+      const int32_t eight = i * kEights + own_eight;
+      const int32_t tokens_on = (eight >> stream.log_heads) * 8 * stream.tokens.stride;
+      const int32_t heads_on = stream.head_of(8 * eight) - stream.first_head;
+      copy_async_16(target + eight * 1024,
+                    source + static_cast<uint32_t>(tokens_on) * from.token_bytes +
+                        static_cast<uint32_t>(heads_on) * from.head_bytes,
+                    first + tokens_on < from.num_tokens);
+    }
   }
 }
 

@@ -87,9 +87,7 @@ __device__ __forceinline__ void copy_tiles(const SharedTiles<kHeadDim>& shared, 
     if (place >= Shape::kStages) {
       wait_barrier(shared.empty(stage), (place / Shape::kStages - 1) % 2);
     }
-    copy_rows<kHeadDim, kColumns, kCopyThreads>(columns, shared.stage(stage), [&](uint32_t column) {
-      return make_int2(stream.token_of(i, column), stream.head_of(column));
-    });
+    copy_columns<kHeadDim, kCopyThreads>(columns, stream, i, shared.stage(stage));
     if (lse != nullptr) {
       const int32_t column = static_cast<int32_t>(threadIdx.x) % kCopyThreads;
       const int32_t token = stream.token_of(i, column);

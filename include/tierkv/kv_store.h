@@ -129,7 +129,8 @@ struct LayerAppend {
   int64_t stride = 0;  // at least tokens
   // The queries in place of significances, which the store then finds: [count, tokens, num_q_heads,
   // head_dim] of layout.dtype. A store on a device takes 4 bytes for each token and head out of the
-  // stream's memory pool (kOutOfMemory), and such a call cannot be captured.
+  // stream's memory pool (kOutOfMemory) and keeps them for later calls. Such a call cannot be
+  // captured.
   const void* q = nullptr;
   int32_t query_stride = 1;  // 1 counts all queries; see SignificanceCall
 };

@@ -16,8 +16,9 @@
 //   prompt_lse(p, lse, stream);  // or the lse of a prefill that kept it
 //   prompt_significance(p, lse, significance, stream);
 //
-// Results repeat bit for bit: sums run in an order that depends on the shape alone. A score that is
-// not finite makes the significance of its token NaN or infinite.
+// Results repeat bit for bit on a device: sums run in an order that depends on the shape and on how
+// many multiprocessors there are. A score that is not finite makes the significance of its token
+// NaN or infinite.
 #pragma once
 
 #include <cstdint>

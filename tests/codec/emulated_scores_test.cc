@@ -84,7 +84,7 @@ template <int32_t kHeadDim, DType kDtype>
 void score(Prompts* x) {
   constexpr int32_t kRows = MmaShape<kHeadDim>::kRows;
   const SignificanceCall& p = x->p;
-  const QueryLine line = share_out(p, kRows);
+  const QueryLine line = share_out(p, kRows, 132);
   x->line = line;
   x->tile_queries = kRows / x->group();
   const ScoreTask lse = {p, nullptr, x->lse.data(), line};
@@ -325,7 +325,9 @@ TEST(QueryLine, CoversAllKeysWithNoMorePartsThanAStride) {
     p.max_tokens = static_cast<int32_t>(1 + (rng() % 2000000 >> rng() % 20));
     p.query_stride = static_cast<int32_t>(1 + (rng() % kMaxQueryStride >> rng() % 12));
     const int32_t rows = rng() % 2 == 0 ? 128 : 256, of_tile = rows / group;
-    const QueryLine line = share_out(p, rows);
+    const auto sms = static_cast<int32_t>(1 + rng() % 200);
+    p.num_sequences = static_cast<int32_t>(1 + (rng() % 1000 >> rng() % 10));
+    const QueryLine line = share_out(p, rows, sms);
     const TokenSample counted = sample_tokens(p.max_tokens, p.query_stride);
     const int32_t tiles = tiles_of_queries(counted.count, of_tile);
     ASSERT_GE(int64_t{tiles} * of_tile, counted.count);
@@ -336,7 +338,7 @@ TEST(QueryLine, CoversAllKeysWithNoMorePartsThanAStride) {
       continue;
     }
     ASSERT_GE(line.ctas * line.share, p.num_kv_heads * line.begin_of(tiles));
-    ASSERT_LE(line.ctas, 132);
+    ASSERT_LE(line.ctas, 2 * sms);
     for (int32_t j = 0; j < 20; ++j) {
       const auto index = static_cast<int32_t>(rng() % static_cast<uint32_t>(counted.count));
       const int32_t query = counted.position(index), tile = index / of_tile;

@@ -8,6 +8,7 @@
 
 #include "gpu/cuda_device.cuh"
 #include "gpu/launch.cuh"
+#include "store/engine/sequence_name.h"
 #include "store/place/device/raw_append_kernel.cuh"
 #include "store/place/device/raw_attend_kernel.cuh"
 
@@ -85,7 +86,7 @@ Status DevicePlace::require_alike(const LayerMoves& moves) const {
   for (size_t i = 0; i < moves.size(); ++i) {
     if (moves[i].from == moves[i / step * step].from) continue;
     return Status(StatusCode::kInvalidArgument,
-                  "layers of sequence " + std::to_string(moves[i].slot) +
+                  "the layers of " + name_of(moves[i].id()) +
                       " differ: a step of them cannot be captured or replayed yet");
   }
   return Status::ok();
@@ -130,25 +131,31 @@ Status DevicePlace::append_raw(const RawAppendCall& call, int32_t count) {
 }
 
 Status DevicePlace::find_significance(const LayerAppend& call, size_t count,
-                                      std::shared_ptr<float>* significance) const {
+                                      const float** significance) {
   const CacheLayout& layout = config_.layout;
   const int64_t lse = int64_t{layout.num_q_heads} * call.tokens;
   const int64_t of_sequence = int64_t{layout.num_kv_heads} * call.tokens;
   const int64_t values = static_cast<int64_t>(count) * of_sequence + lse;
-  void* memory = nullptr;
-  const cudaError_t error = cudaMallocAsync(&memory, static_cast<size_t>(4 * values), stream_);
-  if (error == cudaErrorMemoryAllocation) {
-    static_cast<void>(cudaGetLastError());
-    return Status(StatusCode::kOutOfMemory, "q: no device memory for significances");
+  if (values > num_scores_) {
+    scores_.reset();
+    num_scores_ = 0;
+    void* memory = nullptr;
+    const cudaError_t error = cudaMallocAsync(&memory, static_cast<size_t>(4 * values), stream_);
+    if (error == cudaErrorMemoryAllocation) {
+      static_cast<void>(cudaGetLastError());
+      return Status(StatusCode::kOutOfMemory, "q: no device memory for significances");
+    }
+    if (Status s = cuda_status(error, "q"); !s) return s;
+    scores_.reset(static_cast<float*>(memory),
+                  [stream = stream_](float* p) { cudaFreeAsync(p, stream); });
+    num_scores_ = values;
   }
-  if (Status s = cuda_status(error, "q"); !s) return s;
-  significance->reset(static_cast<float*>(memory),
-                      [stream = stream_](float* p) { cudaFreeAsync(p, stream); });
-  float* const of_lse = significance->get() + static_cast<int64_t>(count) * of_sequence;
+  *significance = scores_.get();
+  float* const of_lse = scores_.get() + static_cast<int64_t>(count) * of_sequence;
   for (size_t i = 0; i < count; ++i) {
     const SignificanceCall p = chunk_queries(layout, call, i);
     if (Status s = prompt_lse(p, of_lse, stream_); !s) return s.with_context("q");
-    float* const to = significance->get() + static_cast<int64_t>(i) * of_sequence;
+    float* const to = scores_.get() + static_cast<int64_t>(i) * of_sequence;
     if (Status s = prompt_significance(p, of_lse, to, stream_); !s) return s.with_context("q");
   }
   return Status::ok();
@@ -160,10 +167,10 @@ Status DevicePlace::append(const LayerAppend& call, const LayerMoves& moves) {
   }
   if (call.q != nullptr) {
     if (Status s = enter("append with q", false); !s) return s;
-    std::shared_ptr<float> significance;
+    const float* significance = nullptr;
     if (Status s = find_significance(call, moves.size(), &significance); !s) return s;
     LayerAppend found = call;
-    found.q = nullptr, found.significance = significance.get(), found.stride = call.tokens;
+    found.q = nullptr, found.significance = significance, found.stride = call.tokens;
     return append(found, moves);
   }
   if (Status s = enter("append", true); !s) return s;
@@ -319,7 +326,7 @@ Status DevicePlace::take_status() {
   if (fault.status == StatusCode::kOk) return Status::ok();
   if (Status s = zero(fault_, sizeof(fault)); !s) return s;
   std::string where = "found on the device";
-  if (fault.slot >= 0) where += ", sequence " + std::to_string(fault.slot);
+  if (fault.slot >= 0) where += ", slot " + std::to_string(fault.slot);
   if (fault.layer >= 0) where += ", layer " + std::to_string(fault.layer);
   if (fault.kv_head >= 0) where += ", kv_head " + std::to_string(fault.kv_head);
   return Status(fault.status, where);

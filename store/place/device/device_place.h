@@ -74,8 +74,7 @@ class DevicePlace final : public Place {
   template <class Call>
   Call raw_call(int32_t layer) const;
   // Significances of a chunk that came with queries, [count, num_kv_heads, tokens].
-  Status find_significance(const LayerAppend& call, size_t count,
-                           std::shared_ptr<float>* significance) const;
+  Status find_significance(const LayerAppend& call, size_t count, const float** significance);
   Status append_raw(const RawAppendCall& call, int32_t count);
   // What no begin() has compressed for.
   Status append_chunk(const LayerAppend& call, const LayerMoves& moves, RawAppendCall raw);
@@ -152,6 +151,10 @@ class DevicePlace final : public Place {
   FreePages free_;
   BatchBook book_;
   Shortage shortage_;
+  // Significances, and log-sum-exps behind them, of prompts that bring queries. They are kept for
+  // the next one: a stream's pool gives memory back to the device whenever somebody waits.
+  std::shared_ptr<float> scores_;
+  int64_t num_scores_ = 0;
   // Null until a sequence is exported or imported.
   std::unique_ptr<HostPlace> mirror_;
   std::unique_ptr<SequenceLink> link_;
