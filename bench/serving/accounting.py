@@ -43,7 +43,7 @@ def summary(served: Served) -> Dict[str, Any]:
 
 # The first that matches a kernel's name without its arguments. What the model and torch launch matches none.
 PARTS = (
-    ("significance", re.compile(r"mma_(lse|significance)|join_lse")),
+    ("significance", re.compile(r"mma_scores|join_lse")),
     ("attention", re.compile(r"attention|attend|join_|raw_count|merge_kernel|pack_queries|unpack_outputs|block_rows|few_rows|many_rows|"
                              r"raw_rows|convert_kernel|channel_plan|tierkv::plan_kernel|tierkv::decode_kernel|MakeAttentionRows|"
                              r"flash_fwd|fmha|sdpa", re.I)),

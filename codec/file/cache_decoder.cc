@@ -107,7 +107,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
   std::optional<Codebook> codebook;
   WeightedRow row;
   BookFamily family;
-  if (segment->is_weighted()) {
+  if (segment->format.is_weighted()) {
     if (segment->format.weighted.first_position != tokens[0] ||
         tokens.back() - tokens[0] != count - 1) {
       return refuse("its tokens are not those of the row map");
@@ -122,7 +122,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
     weighted.component = static_cast<Component>(key.component);
     weighted.row = &row;
     weighted.family = &family;
-  } else if (segment->needs_codebook()) {
+  } else if (segment->format.coded) {
     Result<Codebook> parsed = read_codebook(key);
     if (!parsed) return parsed.status();
     codebook = std::move(parsed.value());
@@ -138,14 +138,6 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
     for (int64_t i = 0; i < n; ++i) std::copy_n(x.data() + i * d, d, out + tokens[t + i] * d);
   }
   return Status::ok();
-}
-
-// A component of a part that is stored as a segment.
-Status CacheDecoder::decode_segment(const ChunkKey& key, const RowPlan& plan, float* out) const {
-  const std::vector<int64_t> list =
-      part_tokens(plan, static_cast<Component>(key.component), static_cast<Part>(key.part));
-  if (!list.empty()) return decode_part(key, list, out);
-  return require_absent(key);
 }
 
 // A part that is stored as pages; `key` is that of its first page.
@@ -222,14 +214,11 @@ Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
     for (const Component c : kComponents) {
       key.component = static_cast<uint8_t>(c);
       if (paged && reader_.find(key) < 0) continue;
-      if (paged) {
-        return corrupt_chunk(key, "its part is stored as pages");
-      }
-      if (Status s =
-              decode_segment(key, *plan, c == Component::kKey ? out->k.data() : out->v.data());
-          !s) {
-        return s;
-      }
+      if (paged) return corrupt_chunk(key, "its part is stored as pages");
+      const std::vector<int64_t> list = part_tokens(*plan, c, part);
+      float* const to = c == Component::kKey ? out->k.data() : out->v.data();
+      Status s = list.empty() ? require_absent(key) : decode_part(key, list, to);
+      if (!s) return s;
     }
   }
   mark_pruned(*plan, tokens, out);

@@ -68,7 +68,6 @@ class CacheDecoder {
   Result<BookFamily> read_family(ChunkKey key) const;
   Result<StoredBasis> read_basis(ChunkKey key) const;
   Status decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens, float* out) const;
-  Status decode_segment(const ChunkKey& key, const RowPlan& plan, float* out) const;
   Status decode_pages(ChunkKey key, const StoredPageFormat& format, const RowPlan& plan,
                       DecodedRow* out) const;
   Result<std::vector<float>> values(const ChunkKey& key, int64_t count) const;

@@ -15,15 +15,14 @@
 namespace tierkv {
 
 struct StoredSegment {
-  // Basis, codebook and row are null; see needs_*(). weighted.first_position is set.
+  // Basis, codebook and row are null; see needs_basis() and format.coded. weighted.first_position
+  // is set.
   SegmentFormat format;
   EncodedSegment data;
   bool needs_basis() const {
     return format.format.basis != BasisKind::kNone ||
            format.format.step_rule == StepRule::kAbsolute;
   }
-  bool needs_codebook() const { return format.coded; }
-  bool is_weighted() const { return format.is_weighted(); }
 };
 Result<StoredSegment> parse_segment(const std::vector<uint8_t>& bytes, int32_t head_dim);
 

@@ -30,6 +30,16 @@ namespace tierkv {
 
 inline constexpr int32_t kMaxChannelTokens = 128;
 
+// Bytes from a scale to its zero point.
+TKV_HD constexpr int32_t zero_point_apart(Component c) {
+  return c == Component::kKey ? 8 : 2;
+}
+// Byte of a channel's scale, from the start of the key metadata.
+TKV_HD constexpr int32_t channel_scale_byte(int32_t dim) {
+  const int32_t in_block = dim % kDimBlock;
+  return dim / kDimBlock * 64 + in_block % 8 / 2 * 16 + in_block / 8 * 4 + in_block % 2 * 2;
+}
+
 // Byte offsets from the start of a block.
 struct ChannelLayout {
   TileLayout k_tile, v_tile;
@@ -45,20 +55,13 @@ struct ChannelLayout {
   TKV_HD constexpr int32_t codes(Component c) const {
     return c == Component::kKey ? k_codes : v_codes;
   }
-  TKV_HD constexpr int32_t value_metadata_byte(int32_t token) const {
-    return v_metadata + token / kTileTokens * kMetadataBlockBytes +
-           token_metadata_byte(0, token % kTileTokens);
+  // Of channel `group` of the keys, or of token `group` of the values.
+  TKV_HD constexpr int32_t scale_byte(Component c, int32_t group) const {
+    if (c == Component::kKey) return k_metadata + channel_scale_byte(group);
+    return v_metadata + group / kTileTokens * kMetadataBlockBytes +
+           token_metadata_byte(0, group % kTileTokens);
   }
 };
-
-// Bytes of a channel's scale and zero point, from the start of the key metadata.
-TKV_HD constexpr int32_t channel_scale_byte(int32_t dim) {
-  const int32_t in_block = dim % kDimBlock;
-  return dim / kDimBlock * 64 + in_block % 8 / 2 * 16 + in_block / 8 * 4 + in_block % 2 * 2;
-}
-TKV_HD constexpr int32_t channel_zero_point_byte(int32_t dim) {
-  return channel_scale_byte(dim) + 8;
-}
 
 constexpr ChannelLayout channel_layout(int32_t head_dim, int32_t k_bits, int32_t v_bits,
                                        int32_t tokens) {
@@ -86,14 +89,12 @@ TKV_HD float channel_value(const ChannelLayout& l, const uint8_t* block, Compone
                            int32_t token, int32_t dim) {
   const TileLayout& tile = l.tile(component);
   const CodePosition at = code_position(tile, component, token % kTileTokens, dim);
-  const bool key = component == Component::kKey;
-  const uint8_t* codes = block + l.codes(component) + token / kTileTokens * tile.bytes();
   const uint8_t* params =
-      block + (key ? l.k_metadata + channel_scale_byte(dim) : l.value_metadata_byte(token));
-  const int32_t apart = key ? channel_zero_point_byte(dim) - channel_scale_byte(dim) : 2;
+      block + l.scale_byte(component, component == Component::kKey ? dim : token);
+  const uint8_t* codes = block + l.codes(component) + token / kTileTokens * tile.bytes();
   uint16_t scale, zero_point;
   memcpy(&scale, params, 2);
-  memcpy(&zero_point, params + apart, 2);
+  memcpy(&zero_point, params + zero_point_apart(component), 2);
   return dequantize(static_cast<int32_t>(load_code(codes, at, tile.type.bits())),
                     half_to_float(scale), half_to_float(zero_point));
 }

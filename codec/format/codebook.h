@@ -39,6 +39,17 @@ inline constexpr bool is_raw_mode(BlockMode m) {
 }
 const char* block_mode_name(BlockMode m);
 
+// The symbols of a mode that is not raw. The decode table is indexed by the next max_length bits;
+// an entry has the length of the code word in bits 0-5 and the digits above, first digit lowest,
+// each of digit_bits. Shifts by a register look at six bits only, so an entry is a shift.
+struct SymbolShape {
+  int32_t codes, digit_bits, least_levels, most_levels;
+};
+inline constexpr SymbolShape symbol_shape(BlockMode mode) {
+  constexpr SymbolShape kShapes[] = {{1, 8, 2, 256}, {2, 5, 2, 32}, {4, 2, 2, 4}, {2, 4, 17, 256}};
+  return kShapes[static_cast<int32_t>(mode) - static_cast<int32_t>(BlockMode::kSingle)];
+}
+
 inline constexpr int32_t kMaxCodeLength = 14;
 inline constexpr int32_t kMaxSymbols = 1024;
 
@@ -70,12 +81,10 @@ struct Codebook : CodebookShape {
 
   // What follows from the lengths; complete_codebook() fills it in.
   std::vector<uint16_t> words;     // [symbols] code words, first bit in bit 0
-  std::vector<uint16_t> table;     // [2^max_length], see digit_bits()
+  std::vector<uint16_t> table;     // [2^max_length], see SymbolShape
   std::vector<uint16_t> cheapest;  // see cheapest_symbol()
 
-  int32_t codes_per_symbol() const {
-    return mode == BlockMode::kSingle ? 1 : mode == BlockMode::kQuad ? 4 : 2;
-  }
+  int32_t codes_per_symbol() const { return symbol_shape(mode).codes; }
   int32_t radix() const { return mode == BlockMode::kSplit ? (levels + 15) / 16 : levels; }
   int32_t symbol_count() const;
 
@@ -87,17 +96,7 @@ struct Codebook : CodebookShape {
   }
 };
 
-// Bits of a digit in the decode table. The table is indexed by the next max_length bits; an entry
-// has the length of the code word in bits 0-5 and the digits above, first digit lowest. Shifts by a
-// register look at six bits only, so an entry is a shift.
-inline constexpr int32_t digit_bits(BlockMode mode) {
-  return mode == BlockMode::kSingle ? 8
-         : mode == BlockMode::kPair ? 5
-         : mode == BlockMode::kQuad ? 2
-                                    : 4;
-}
-
-// The same table as a GPU holds it, [2^max_length]: length in bits 0-5, first digit in bits 6-10,
+// The decode table as a GPU holds it, [2^max_length]: length in bits 0-5, first digit in bits 6-10,
 // second in 22-26, for kQuad third in 8-9 and fourth in 24-25; kSingle has its digit in bits 16-23.
 // An entry of kPair times 2^-6, in fp16, is two numbers digit * 2^-24: the product rounds the
 // length away. So is the upper half of one of kSingle as it stands.

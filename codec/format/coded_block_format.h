@@ -27,7 +27,7 @@ inline constexpr uint8_t kCodedBlockVersion = 1, kWeightedBlockVersion = 2;
 inline constexpr int32_t kSliceDims = 128;
 inline constexpr int32_t kCodedBlockHeaderBytes = 16;
 inline constexpr int32_t kBlockAlignment = 16;
-inline constexpr int32_t kExceptionBytes = 4;
+inline constexpr int32_t kExceptionBytes = 4, kExceptionBits = 8 * kExceptionBytes;
 // More than these would slow the decoder down noticeably: such a block is stored raw.
 inline constexpr int32_t kMaxExceptions = 256;
 inline constexpr int32_t kMaxPayloadBits = 65535;

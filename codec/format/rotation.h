@@ -44,6 +44,25 @@ TKV_HD float hadamard_scale(int32_t size) {
   return div_rn(1.0f, sqrt_rn(static_cast<float>(size)));
 }
 
+// H x on the host, of any head_dim: the transform of each power of two that it is the sum of,
+// descending. Orthonormal and its own inverse. In float these are the roundings of a kernel.
+template <class T>
+void hadamard(T* x, int32_t head_dim) {
+  for (int32_t n = 1 << 30; n > 0; n /= 2) {
+    if ((head_dim & n) == 0) continue;
+    for (int32_t half = 1; half < n; half *= 2) {
+      for (int32_t i = 0; i < n; i += 2 * half) {
+        for (int32_t j = i; j < i + half; ++j) {
+          const T a = x[j], b = x[j + half];
+          x[j] = a + b, x[j + half] = a - b;
+        }
+      }
+    }
+    const T scale = 1 / std::sqrt(static_cast<T>(n));
+    for (int32_t i = 0; i < n; ++i) *x++ *= scale;
+  }
+}
+
 // ---- reflection ----
 
 // The product of a normal and a row in the order that warps share: of the channels c 32 + 8 j + r a

@@ -50,11 +50,6 @@ TKV_HD int32_t norm_exponent(float mean_square) {
          (fraction >= 0x6ac0c7u);
 }
 
-// R of a token of values from its sum.
-TKV_HD int32_t sum_exponent(float sum, int32_t dims) {
-  return norm_exponent(div_rn(sum, static_cast<float>(dims)));
-}
-
 // G of u >= 0: the number of thresholds 2^((0.5 - k) / 1.2), k = -7 .. 4, that are at least u, less
 // 8. No threshold is a double, so none is met by accident: each is rounded to the nearest one.
 TKV_HD int32_t importance_exponent(double u) {
@@ -71,9 +66,10 @@ TKV_HD double token_importance(int64_t position, float significance, double scal
   return static_cast<double>(position + 1) * static_cast<double>(significance) * scale;
 }
 
+// e of a token of values from the sum of its squares.
 TKV_HD int32_t value_exponent(float sum, int32_t dims, int32_t importance) {
   if (sum == 0.0f) return kLeastExponent;
-  const int32_t e = sum_exponent(sum, dims) + importance;
+  const int32_t e = norm_exponent(div_rn(sum, static_cast<float>(dims))) + importance;
   return e < kLeastExponent ? kLeastExponent : e > kMostExponent ? kMostExponent : e;
 }
 

@@ -6,7 +6,6 @@
 
 #include "codec/format/channel_block.h"
 #include "codec/format/fragment_codes.h"
-#include "codec/format/head_dim.h"
 #include "codec/format/sound_halves.h"
 #include "gpu/warp.cuh"
 
@@ -52,8 +51,9 @@ __device__ __forceinline__ void find_channel_params(const ChannelLayout& l, uint
   }
   const QuantParams p = minmax_params(lo, hi, 1 << kBits);
   s.makers[i] = make_code_maker(p);
-  *reinterpret_cast<uint16_t*>(block + l.k_metadata + channel_scale_byte(i)) = p.scale;
-  *reinterpret_cast<uint16_t*>(block + l.k_metadata + channel_zero_point_byte(i)) = p.zero_point;
+  uint8_t* const to = block + l.scale_byte(Component::kKey, i);
+  *reinterpret_cast<uint16_t*>(to) = p.scale;
+  *reinterpret_cast<uint16_t*>(to + zero_point_apart(Component::kKey)) = p.zero_point;
 }
 
 // Eight lanes per token.
@@ -84,7 +84,7 @@ __device__ __forceinline__ void find_token_params(const ChannelLayout& l, uint8_
     const float2 least = __half22float2(lo), most = __half22float2(hi);
     const QuantParams p = minmax_params(fminf(least.x, least.y), fmaxf(most.x, most.y), 1 << kBits);
     s.makers[t] = make_code_maker(p);
-    *reinterpret_cast<QuantParams*>(block + l.value_metadata_byte(t)) = p;
+    *reinterpret_cast<QuantParams*>(block + l.scale_byte(Component::kValue, t)) = p;
   }
 }
 
@@ -140,49 +140,39 @@ __device__ __forceinline__ void write_codes(const ChannelLayout& l, uint8_t* blo
   }
 }
 
-template <int32_t kHeadDim, int32_t kBits>
-__device__ __forceinline__ void encode_keys(const ChannelLayout& l, uint8_t* block,
-                                            ChannelShared<kHeadDim>& s) {
-  find_channel_params<kHeadDim, kBits>(l, block, s);
-  __syncthreads();
-  write_codes<kHeadDim, kBits, Component::kKey>(l, block, s);
-}
-template <int32_t kHeadDim, int32_t kBits>
-__device__ __forceinline__ void encode_values(const ChannelLayout& l, uint8_t* block,
+template <int32_t kHeadDim, int32_t kBits, Component kComponent>
+__device__ __forceinline__ void encode_staged(const ChannelLayout& l, uint8_t* block,
                                               ChannelShared<kHeadDim>& s) {
-  find_token_params<kHeadDim, kBits>(l, block, s);
+  if constexpr (kComponent == Component::kKey) {
+    find_channel_params<kHeadDim, kBits>(l, block, s);
+  } else {
+    find_token_params<kHeadDim, kBits>(l, block, s);
+  }
   __syncthreads();
-  write_codes<kHeadDim, kBits, Component::kValue>(l, block, s);
+  write_codes<kHeadDim, kBits, kComponent>(l, block, s);
+}
+template <int32_t kHeadDim, Component kComponent, class Source>
+__device__ __forceinline__ bool encode_component(const ChannelLayout& l, const Source& source,
+                                                 uint8_t* block, ChannelShared<kHeadDim>& s) {
+  __syncthreads();  // what was in shared memory is no longer needed
+  if (__syncthreads_and(source.stage(l, kComponent, s)) == 0) return false;
+  l.tile(kComponent).type == kCodes4 ? encode_staged<kHeadDim, 4, kComponent>(l, block, s)
+                                     : encode_staged<kHeadDim, 2, kComponent>(l, block, s);
+  return true;
 }
 
-// All threads; false where a value is not finite, and then the block is not all written.
-template <int32_t kDim>
-struct ChannelEncoder {
-  static constexpr int32_t kHeadDim = kDim;
-
-  template <class Source>
-  static __device__ __forceinline__ bool encode(const ChannelLayout& l, const Source& source,
+// By all threads of a CTA; false where a value is not finite, and then the block is not all
+// written. source.stage(l, component, s) brings a component to shared memory and returns whether
+// what this thread saw is finite.
+template <int32_t kHeadDim, class Source>
+__device__ __forceinline__ bool encode_channels(const ChannelLayout& l, const Source& source,
                                                 uint8_t* block, ChannelShared<kHeadDim>& s) {
-    const int32_t used = l.v_metadata + 4 * l.tokens;
-    for (int32_t i = used + static_cast<int32_t>(threadIdx.x); i < l.bytes; i += kChannelThreads) {
-      block[i] = 0;
-    }
-    __syncthreads();  // what was in shared memory is no longer needed
-    if (__syncthreads_and(source.stage(l, Component::kKey, s)) == 0) return false;
-    l.k_tile.type == kCodes4 ? encode_keys<kHeadDim, 4>(l, block, s)
-                             : encode_keys<kHeadDim, 2>(l, block, s);
-    __syncthreads();
-    if (__syncthreads_and(source.stage(l, Component::kValue, s)) == 0) return false;
-    l.v_tile.type == kCodes4 ? encode_values<kHeadDim, 4>(l, block, s)
-                             : encode_values<kHeadDim, 2>(l, block, s);
-    return true;
+  const int32_t used = l.v_metadata + 4 * l.tokens;
+  for (int32_t i = used + static_cast<int32_t>(threadIdx.x); i < l.bytes; i += kChannelThreads) {
+    block[i] = 0;
   }
-};
-
-// Calls take(ChannelEncoder) with that of the layout.
-template <class Take>
-void with_channel_encoder(const ChannelLayout& l, Take&& take) {
-  with_head_dim(l.head_dim(), [&](auto dim) { take(ChannelEncoder<dim>()); });
+  return encode_component<kHeadDim, Component::kKey>(l, source, block, s) &&
+         encode_component<kHeadDim, Component::kValue>(l, source, block, s);
 }
 
 }  // namespace tierkv

@@ -21,17 +21,16 @@ struct ScoreLaunch {
   int32_t threads, shared_bytes, rows;
 };
 
-template <int32_t kHeadDim, DType kDtype>
-ScoreLaunch wgmma_launch(bool is_lse) {
-  using Shape = ScoreShape<kHeadDim>;
-  return {is_lse ? wgmma_lse<kHeadDim, kDtype> : wgmma_significance<kHeadDim, kDtype>,
-          kScoreThreads, Shape::kSharedBytes, StationaryRows<kHeadDim>::kRows};
+template <class Taker, DType kDtype>
+ScoreLaunch wgmma_launch() {
+  constexpr int32_t kHeadDim = Taker::kDims;
+  return {wgmma_scores<Taker, kDtype>, kScoreThreads, ScoreShape<kHeadDim>::kSharedBytes,
+          StationaryRows<kHeadDim>::kRows};
 }
-template <int32_t kHeadDim, DType kDtype>
-ScoreLaunch mma_launch(bool is_lse) {
-  using Shape = MmaShape<kHeadDim>;
-  return {is_lse ? mma_lse<kHeadDim, kDtype> : mma_significance<kHeadDim, kDtype>, kMathThreads,
-          Shape::kSharedBytes, Shape::kRows};
+template <class Taker, DType kDtype>
+ScoreLaunch mma_launch() {
+  using Shape = MmaShape<Taker::kDims>;
+  return {mma_scores<Taker, kDtype>, kMathThreads, Shape::kSharedBytes, Shape::kRows};
 }
 
 Status check_image(cudaError_t error) {
@@ -52,12 +51,11 @@ Result<bool> has_body(ScoreKernel kernel) {
   return attributes.maxThreadsPerBlock >= kScoreThreads;
 }
 
-template <int32_t kHeadDim, DType kDtype>
-Result<ScoreLaunch> choose(const ScoreTask& task, bool is_lse) {
-  const ScoreProducts asked = task.p.products;
-  const ScoreLaunch mma = mma_launch<kHeadDim, kDtype>(is_lse);
+template <class Taker, DType kDtype>
+Result<ScoreLaunch> choose(ScoreProducts asked) {
+  const ScoreLaunch mma = mma_launch<Taker, kDtype>();
   if (asked == ScoreProducts::kMma) return mma;
-  const ScoreLaunch wgmma = wgmma_launch<kHeadDim, kDtype>(is_lse);
+  const ScoreLaunch wgmma = wgmma_launch<Taker, kDtype>();
   const Result<bool> has_wgmma = has_body(wgmma.kernel);
   if (!has_wgmma) return has_wgmma.status();
   if (*has_wgmma) return wgmma;
@@ -65,13 +63,13 @@ Result<ScoreLaunch> choose(const ScoreTask& task, bool is_lse) {
   return Status(StatusCode::kUnsupported, "prompt scores: this build has no wgmma for the device");
 }
 
-template <int32_t kHeadDim, DType kDtype>
-Status launch(ScoreTask task, bool is_lse, GpuStream stream) {
-  const Result<ScoreLaunch> chosen = choose<kHeadDim, kDtype>(task, is_lse);
+template <class Taker, DType kDtype>
+Status launch(ScoreTask task, GpuStream stream) {
+  const Result<ScoreLaunch> chosen = choose<Taker, kDtype>(task.p.products);
   if (!chosen) return chosen.status();
   const SignificanceCall& p = task.p;
   dim3 grid(p.num_kv_heads, p.num_sequences, (p.max_tokens - 1) / chosen->rows + 1);
-  if (is_lse) {
+  if (Taker::kRowsAreQueries) {
     const Result<DeviceLimits> limits = device_limits();
     if (!limits) return limits.status();
     task.line = share_out(p, chosen->rows, limits->sms);
@@ -95,30 +93,27 @@ Status launch(ScoreTask task, bool is_lse, GpuStream stream) {
   return launch_after_previous(join_lse, join_grid, kJoinThreads, 0, stream, task);
 }
 
-template <DType kDtype>
-Status launch_head_dim(const ScoreTask& task, bool is_lse, GpuStream stream) {
-  return with_head_dim(task.p.head_dim,
-                       [&](auto dim) { return launch<dim, kDtype>(task, is_lse, stream); });
-}
-
-Status run(const ScoreTask& task, bool is_lse, GpuStream stream) {
+template <template <int32_t> class Taker>
+Status run(const ScoreTask& task, GpuStream stream) {
   if (Status s = task.p.validate(); !s) return s;
   if (task.p.total_tokens == 0 || task.p.num_sequences == 0) return Status::ok();
-  if (task.out == nullptr || (!is_lse && task.lse == nullptr)) {
-    return Status(StatusCode::kInvalidArgument, "lse or significance is null");
-  }
-  return task.p.dtype == DType::kFloat16 ? launch_head_dim<DType::kFloat16>(task, is_lse, stream)
-                                         : launch_head_dim<DType::kBFloat16>(task, is_lse, stream);
+  return with_head_dim(task.p.head_dim, [&](auto dim) {
+    if (task.out == nullptr || (!Taker<dim>::kRowsAreQueries && task.lse == nullptr)) {
+      return Status(StatusCode::kInvalidArgument, "lse or significance is null");
+    }
+    return task.p.dtype == DType::kFloat16 ? launch<Taker<dim>, DType::kFloat16>(task, stream)
+                                           : launch<Taker<dim>, DType::kBFloat16>(task, stream);
+  });
 }
 
 }  // namespace
 
 Status prompt_significance(const SignificanceCall& p, const float* lse, float* significance,
                            GpuStream stream) {
-  return run({p, lse, significance, {}}, false, stream);
+  return run<SignificanceTaker>({p, lse, significance, {}}, stream);
 }
 Status prompt_lse(const SignificanceCall& p, float* lse, GpuStream stream) {
-  return run({p, nullptr, lse, {}}, true, stream);
+  return run<LseTaker>({p, nullptr, lse, {}}, stream);
 }
 
 }  // namespace tierkv

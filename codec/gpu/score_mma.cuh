@@ -134,36 +134,24 @@ __device__ __forceinline__ void multiply_stream(uint8_t* shared, const RowSource
   }
 }
 
-// ---- kernels ----
-
-template <class Taker, int32_t kHeadDim, DType kDtype>
-__device__ __forceinline__ void mma_tile(const ScoreTask& task, const CtaTile& tile,
-                                         const StreamShape& stream) {
-  extern __shared__ __align__(128) uint8_t score_stages[];
-  constexpr bool kRowsAreQueries = Taker::kRowsAreQueries;
-  const SignificanceCall& p = task.p;
-  Taker taker(task, tile, stream);
-  multiply_stream<kHeadDim, kDtype>(
-      score_stages, source_of(p, kRowsAreQueries, tile.start, tile.num_tokens), tile,
-      source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens), stream,
-      kRowsAreQueries ? nullptr : task.lse, p.total_tokens, taker.needed(tile), &taker);
-  taker.finish(tile, p.total_tokens, task.out);
-  __syncthreads();  // nobody reads the stages any more
-}
-
-template <int32_t kHeadDim, DType kDtype>
+// Taker: who takes the scores.
+template <class Taker, DType kDtype>
 __global__ void __launch_bounds__(kMathThreads, 1)
-    mma_significance(const __grid_constant__ ScoreTask task) {
-  CtaTile tile;
-  StreamShape queries;
-  if (!find_keys(task.p, MmaShape<kHeadDim>::kRows, &tile, &queries)) return;
-  mma_tile<SignificanceTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, queries);
-}
-
-template <int32_t kHeadDim, DType kDtype>
-__global__ void __launch_bounds__(kMathThreads, 1) mma_lse(const __grid_constant__ ScoreTask task) {
-  take_queries(task, MmaShape<kHeadDim>::kRows, [&](const CtaTile& tile, const StreamShape& keys) {
-    mma_tile<LseTaker<kHeadDim>, kHeadDim, kDtype>(task, tile, keys);
+    mma_scores(const __grid_constant__ ScoreTask task) {
+  extern __shared__ __align__(128) uint8_t score_stages[];
+  constexpr int32_t kHeadDim = Taker::kDims;
+  constexpr bool kRowsAreQueries = Taker::kRowsAreQueries;
+  const typename Taker::Work work(task, MmaShape<kHeadDim>::kRows);
+  if (work.is_empty()) return;
+  work.each([&](const CtaTile& tile, const StreamShape& stream) {
+    const SignificanceCall& p = task.p;
+    Taker taker(task, tile, stream);
+    multiply_stream<kHeadDim, kDtype>(
+        score_stages, source_of(p, kRowsAreQueries, tile.start, tile.num_tokens), tile,
+        source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens), stream,
+        kRowsAreQueries ? nullptr : task.lse, p.total_tokens, taker.needed(tile), &taker);
+    taker.finish(tile, p.total_tokens, task.out);
+    __syncthreads();  // nobody reads the stages any more
   });
 }
 

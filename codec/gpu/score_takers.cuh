@@ -61,7 +61,9 @@ __device__ __forceinline__ void add_probabilities(const float (&scores)[kScoresP
 
 template <int32_t kHeadDim>
 struct SignificanceTaker {
+  using Work = KeyWork;
   static constexpr bool kRowsAreQueries = false;
+  static constexpr int32_t kDims = kHeadDim;
   static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
   StreamShape stream;
   int32_t first_key;  // of the warpgroup
@@ -128,7 +130,9 @@ struct SignificanceTaker {
 
 template <int32_t kHeadDim>
 struct LseTaker {
+  using Work = QueryWork;
   static constexpr bool kRowsAreQueries = true;
+  static constexpr int32_t kDims = kHeadDim;
   static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
   int32_t first_row;           // of the warpgroup in its tile
   int32_t begin, end;          // keys of the CTA's part

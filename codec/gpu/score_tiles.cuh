@@ -181,66 +181,82 @@ __device__ __forceinline__ void take_tile(int32_t kv_head, int32_t index, int32_
   tile->first_head = kv_head * tile->heads;
 }
 
-// Keys and the queries that meet them, for significance; false where there are no such keys. Heavy
-// tiles first.
-__device__ inline bool find_keys(const SignificanceCall& p, int32_t rows, CtaTile* tile,
-                                 StreamShape* queries) {
-  const int32_t heads = p.num_q_heads / p.num_kv_heads;
-  wait_for_previous_kernel();
-  *tile = find_sequence(p, 1, 1);
-  take_tile(static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(blockIdx.z), rows, tile);
-  const TokenSample counted = sample_tokens(tile->num_tokens, p.query_stride);
-  *queries = {counted,       counted.index_from(tile->first),
-              counted.count, tile->first_head * heads,
-              heads,         log_heads(heads)};
-  return tile->count > 0;
-}
+// What a CTA takes for significance: keys, and the queries that meet them. Heavy tiles first.
+struct KeyWork {
+  CtaTile tile;
+  StreamShape queries;
 
-// Calls take(tile, keys) for what this CTA takes of the line: queries of a group, and the part of
-// the keys that they meet. Without a share, blockIdx.x is the kv_head and blockIdx.z the tile, the
-// one with most keys first; with one, blockIdx.z is the place in the line.
-template <class Take>
-__device__ __forceinline__ void take_queries(const ScoreTask& task, int32_t rows, Take&& take) {
-  const SignificanceCall& p = task.p;
-  const QueryLine& line = task.line;
-  const int32_t heads = p.num_q_heads / p.num_kv_heads, queries = rows / heads;
-  const auto sequence = [&] { return find_sequence(p, p.query_stride, heads); };
-  const auto tiles_of = [&](const CtaTile& tile) {
-    return tiles_of_queries(tile.tokens.count, queries);
-  };
-  wait_for_previous_kernel();
-  auto kv_head = static_cast<int32_t>(blockIdx.x);
-  auto index = static_cast<int32_t>(gridDim.z - 1 - blockIdx.z);
-  if (line.share > 0) {
-    const int64_t at = blockIdx.z * line.share, of_head = line.begin_of(tiles_of(sequence()));
-    kv_head = static_cast<int32_t>(at / of_head);
-    index = 0;
-    while (kv_head * of_head + line.begin_of(index + 1) <= at) ++index;
+  __device__ __forceinline__ KeyWork(const ScoreTask& task, int32_t rows) {
+    const SignificanceCall& p = task.p;
+    const int32_t heads = p.num_q_heads / p.num_kv_heads;
+    wait_for_previous_kernel();
+    tile = find_sequence(p, 1, 1);
+    take_tile(static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(blockIdx.z), rows, &tile);
+    const TokenSample counted = sample_tokens(tile.num_tokens, p.query_stride);
+    queries = {counted,       counted.index_from(tile.first),
+               counted.count, tile.first_head * heads,
+               heads,         log_heads(heads)};
   }
-  if (kv_head >= p.num_kv_heads || index >= tiles_of(sequence())) return;
-#pragma unroll 1
-  for (bool is_last = false; !is_last;) {
-    CtaTile tile = sequence();  // anew, so that it takes no registers meanwhile
-    const int32_t tiles = tiles_of(tile);
-    const int64_t keys = kv_head * line.begin_of(tiles) + line.keys_of(index);
-    const int64_t length = line.tile_tokens * (index + int64_t{1});
-    int64_t from = 0, to = length;
+  __device__ __forceinline__ bool is_empty() const { return tile.count <= 0; }
+  template <class Take>
+  __device__ __forceinline__ void each(Take&& take) const {
+    take(tile, queries);
+  }
+};
+
+// What a CTA takes of the line for log-sum-exps: each(take) calls take(tile, keys) for queries of a
+// group and the part of the keys that they meet. Without a share, blockIdx.x is the kv_head and
+// blockIdx.z the tile, the one with most keys first; with one, blockIdx.z is the place in the line.
+struct QueryWork {
+  const ScoreTask& task;
+  int32_t rows;
+
+  __device__ __forceinline__ QueryWork(const ScoreTask& of, int32_t of_tile)
+      : task(of), rows(of_tile) {}
+  __device__ __forceinline__ bool is_empty() const { return false; }
+  template <class Take>
+  __device__ __forceinline__ void each(Take&& take) const {
+    const SignificanceCall& p = task.p;
+    const QueryLine& line = task.line;
+    const int32_t heads = p.num_q_heads / p.num_kv_heads, queries = rows / heads;
+    const auto sequence = [&] { return find_sequence(p, p.query_stride, heads); };
+    const auto tiles_of = [&](const CtaTile& tile) {
+      return tiles_of_queries(tile.tokens.count, queries);
+    };
+    wait_for_previous_kernel();
+    auto kv_head = static_cast<int32_t>(blockIdx.x);
+    auto index = static_cast<int32_t>(gridDim.z - 1 - blockIdx.z);
     if (line.share > 0) {
-      from = max(from, blockIdx.z * line.share - keys);
-      to = min(to, (blockIdx.z + int64_t{1}) * line.share - keys);
+      const int64_t at = blockIdx.z * line.share, of_head = line.begin_of(tiles_of(sequence()));
+      kv_head = static_cast<int32_t>(at / of_head);
+      index = 0;
+      while (kv_head * of_head + line.begin_of(index + 1) <= at) ++index;
     }
-    take_tile(kv_head, index, queries, &tile);
-    const int32_t seen = tile.tokens.position(tile.first + tile.count - 1) + 1;
-    const int32_t first = static_cast<int32_t>(from + kColumns - 1) / kColumns * kColumns;
-    const int32_t behind = static_cast<int32_t>(to + kColumns - 1) / kColumns * kColumns;
-    tile.part = line.part_of(keys, first);
-    const StreamShape stream = {
-        sample_tokens(tile.num_tokens, 1), first, min(behind, seen), kv_head, 1, 0};
-    if (++index == tiles) index = 0, ++kv_head;
-    is_last = line.share == 0 || to < length || kv_head == p.num_kv_heads;
-    if (first < stream.end) take(tile, stream);
+    if (kv_head >= p.num_kv_heads || index >= tiles_of(sequence())) return;
+#pragma unroll 1
+    for (bool is_last = false; !is_last;) {
+      CtaTile tile = sequence();  // anew, so that it takes no registers meanwhile
+      const int32_t tiles = tiles_of(tile);
+      const int64_t keys = kv_head * line.begin_of(tiles) + line.keys_of(index);
+      const int64_t length = line.tile_tokens * (index + int64_t{1});
+      int64_t from = 0, to = length;
+      if (line.share > 0) {
+        from = max(from, blockIdx.z * line.share - keys);
+        to = min(to, (blockIdx.z + int64_t{1}) * line.share - keys);
+      }
+      take_tile(kv_head, index, queries, &tile);
+      const int32_t seen = tile.tokens.position(tile.first + tile.count - 1) + 1;
+      const int32_t first = static_cast<int32_t>(from + kColumns - 1) / kColumns * kColumns;
+      const int32_t behind = static_cast<int32_t>(to + kColumns - 1) / kColumns * kColumns;
+      tile.part = line.part_of(keys, first);
+      const StreamShape stream = {
+          sample_tokens(tile.num_tokens, 1), first, min(behind, seen), kv_head, 1, 0};
+      if (++index == tiles) index = 0, ++kv_head;
+      is_last = line.share == 0 || to < length || kv_head == p.num_kv_heads;
+      if (first < stream.end) take(tile, stream);
+    }
   }
-}
+};
 
 // ---- copies ----
 

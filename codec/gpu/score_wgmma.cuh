@@ -182,17 +182,24 @@ __device__ void init_barriers(const SharedTiles<kHeadDim>& shared) {
   __syncthreads();
 }
 
-// find(take) calls take(tile, stream) for everything that the CTA takes.
-template <class Taker, int32_t kHeadDim, DType kDtype, class Find>
-__device__ __forceinline__ void wgmma_tiles(const ScoreTask& task, Find&& find) {
+#endif
+
+// Taker: who takes the scores.
+template <class Taker, DType kDtype>
+__global__ void __launch_bounds__(kWgmmaBound, 1)
+    wgmma_scores(const __grid_constant__ ScoreTask task) {
+#if TKV_HAS_WGMMA
+  constexpr int32_t kHeadDim = Taker::kDims;
   constexpr bool kRowsAreQueries = Taker::kRowsAreQueries;
+  const typename Taker::Work work(task, StationaryRows<kHeadDim>::kRows);
+  if (work.is_empty()) return;
   const SignificanceCall& p = task.p;
   const auto shared = SharedTiles<kHeadDim>::find();
   init_barriers(shared);
   int32_t before = 0;
   if (warpgroup_index() == kMathThreads / 128) {
     give_registers<56>();
-    find([&](const CtaTile& tile, const StreamShape& stream) {
+    work.each([&](const CtaTile& tile, const StreamShape& stream) {
       copy_tiles(shared, before, tile, source_of(p, !kRowsAreQueries, tile.start, tile.num_tokens),
                  stream, kRowsAreQueries ? nullptr : task.lse, p.total_tokens);
       before += stream.tiles();
@@ -201,7 +208,7 @@ __device__ __forceinline__ void wgmma_tiles(const ScoreTask& task, Find&& find) 
   } else {
     take_registers<224>();
     if (warpgroup_index() == 1) give_turn(0);
-    find([&](const CtaTile& tile, const StreamShape& stream) {
+    work.each([&](const CtaTile& tile, const StreamShape& stream) {
       uint32_t rows[ScoreShape<kHeadDim>::kSubTiles][ScoreShape<kHeadDim>::kSteps][4];
       load_stationary<kHeadDim>(source_of(p, kRowsAreQueries, tile.start, tile.num_tokens), tile,
                                 rows);
@@ -213,27 +220,6 @@ __device__ __forceinline__ void wgmma_tiles(const ScoreTask& task, Find&& find) 
     });
     if (warpgroup_index() == 0) wait_turn(0);
   }
-}
-#endif
-
-template <int32_t kHeadDim, DType kDtype>
-__global__ void __launch_bounds__(kWgmmaBound, 1)
-    wgmma_significance(const __grid_constant__ ScoreTask task) {
-#if TKV_HAS_WGMMA
-  CtaTile tile;
-  StreamShape queries;
-  if (!find_keys(task.p, StationaryRows<kHeadDim>::kRows, &tile, &queries)) return;
-  wgmma_tiles<SignificanceTaker<kHeadDim>, kHeadDim, kDtype>(
-      task, [&](auto&& take) { take(tile, queries); });
-#endif
-}
-
-template <int32_t kHeadDim, DType kDtype>
-__global__ void __launch_bounds__(kWgmmaBound, 1)
-    wgmma_lse(const __grid_constant__ ScoreTask task) {
-#if TKV_HAS_WGMMA
-  wgmma_tiles<LseTaker<kHeadDim>, kHeadDim, kDtype>(
-      task, [&](auto&& take) { take_queries(task, StationaryRows<kHeadDim>::kRows, take); });
 #endif
 }
 

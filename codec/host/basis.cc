@@ -19,27 +19,6 @@ uint64_t splitmix64(uint64_t* state) {
   return z ^ (z >> 31);
 }
 
-// Unnormalised Walsh-Hadamard transform in natural (Sylvester) order; n a power of two.
-void walsh_hadamard(float* x, int32_t n) {
-  for (int32_t half = 1; half < n; half *= 2) {
-    for (int32_t i = 0; i < n; i += 2 * half) {
-      for (int32_t j = i; j < i + half; ++j) hadamard_pair(x[j], x[j + half]);
-    }
-  }
-}
-
-// Orthonormal: its own inverse.
-void hadamard_parts(float* x, int32_t head_dim) {
-  int32_t done = 0;
-  for (int32_t n = 1 << 30; n > 0; n /= 2) {
-    if ((head_dim & n) == 0) continue;
-    walsh_hadamard(x + done, n);
-    const float scale = 1.0f / std::sqrt(static_cast<float>(n));
-    for (int32_t i = 0; i < n; ++i) x[done + i] *= scale;
-    done += n;
-  }
-}
-
 // x matrix.
 void multiply(const std::vector<float>& matrix, int32_t n, float* x, std::vector<double>* scratch) {
   scratch->assign(n, 0.0);
@@ -110,7 +89,7 @@ void Basis::undo(float* x, int64_t tokens) const {
   std::vector<double> scratch;
   for (int64_t t = 0; t < tokens; ++t, x += head_dim) {
     if (kind == BasisKind::kHadamard) {
-      hadamard_parts(x, head_dim);
+      ::tierkv::hadamard(x, head_dim);
       for (int32_t d = 0; d < head_dim; ++d) x[d] *= signs[d];
     }
     if (kind == BasisKind::kMatrix) multiply(inverse, head_dim, x, &scratch);
@@ -122,7 +101,7 @@ void Basis::apply_to_queries(float* q, int64_t queries) const {
   for (int64_t t = 0; t < queries; ++t, q += head_dim) {
     if (kind == BasisKind::kHadamard) {
       for (int32_t d = 0; d < head_dim; ++d) q[d] *= signs[d];
-      hadamard_parts(q, head_dim);
+      ::tierkv::hadamard(q, head_dim);
     }
   }
 }

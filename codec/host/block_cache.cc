@@ -33,22 +33,6 @@ double length(const std::vector<double>& x) {
   return std::sqrt(std::inner_product(x.begin(), x.end(), x.begin(), 0.0));
 }
 
-// H x, in double.
-void hadamard(std::vector<double>* x) {
-  const auto head_dim = static_cast<int32_t>(x->size());
-  for (int32_t begin = 0; begin < head_dim; begin += hadamard_size(head_dim, begin)) {
-    const int32_t size = hadamard_size(head_dim, begin);
-    for (int32_t apart = 1; apart < size; apart *= 2) {
-      for (int32_t i = begin; i < begin + size; ++i) {
-        if (((i - begin) & apart) != 0) continue;
-        const double a = (*x)[i], b = (*x)[i + apart];
-        (*x)[i] = a + b, (*x)[i + apart] = a - b;
-      }
-    }
-    for (int32_t i = begin; i < begin + size; ++i) (*x)[i] /= std::sqrt(static_cast<double>(size));
-  }
-}
-
 void write_token(const SlotEncode& e, int64_t token, int32_t kv_head) {
   const BlockCache& c = e.cache;
   const int64_t slot = e.slots[token];
@@ -102,7 +86,7 @@ Status key_reflections(const Rotation& rotation, const float* key_mean, int32_t 
       }
       x[d] = rotation.with_sign(d, key_mean[row + d]);
     }
-    if (rotation.is_on) hadamard(&x);
+    if (rotation.is_on) hadamard(x.data(), head_dim);
     const double norm = length(x);
     const double sum = std::accumulate(x.begin(), x.end(), 0.0);
     for (double& y : x) {

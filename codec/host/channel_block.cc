@@ -11,10 +11,6 @@
 namespace tierkv {
 namespace {
 
-void put_half(uint8_t* p, uint16_t x) {
-  std::memcpy(p, &x, 2);
-}
-
 Status check_keys(const ComponentFormat& k) {
   if (k.unit != Unit::kChannel) return unsupported("unit is not channel");
   if (k.group != 64 && k.group != kMaxChannelTokens) {
@@ -33,35 +29,26 @@ Status check_component(const ComponentFormat& f) {
   return Status::ok();
 }
 
-using Values = std::vector<float>;  // [tokens, head_dim]
-
-void encode_keys(const ChannelLayout& l, const float* x, uint8_t* block) {
-  const int32_t dim = l.head_dim(), bits = l.k_tile.type.bits();
+// A key channel's tokens, or a value token's channels, share scale and zero point.
+void encode_component(const ChannelLayout& l, Component c, const float* x, uint8_t* block) {
+  const bool key = c == Component::kKey;
+  const TileLayout& tile = l.tile(c);
+  const int32_t dim = l.head_dim(), bits = tile.type.bits();
+  const int32_t groups = key ? dim : l.tokens, values = key ? l.tokens : dim;
+  const int32_t group_stride = key ? 1 : dim, stride = key ? dim : 1;
   std::vector<uint8_t> codes(static_cast<size_t>(l.tokens) * dim);
-  for (int32_t d = 0; d < dim; ++d) {
+  for (int32_t g = 0; g < groups; ++g) {
+    const int32_t at = g * group_stride;
     QuantParams params;
-    (void)quantize_minmax(x + d, l.tokens, dim, 1 << bits, &params, codes.data() + d);
-    put_half(block + l.k_metadata + channel_scale_byte(d), params.scale);
-    put_half(block + l.k_metadata + channel_zero_point_byte(d), params.zero_point);
-    for (int32_t t = 0; t < l.tokens; ++t) {
-      store_code(block + l.k_codes + t / kTileTokens * l.k_tile.bytes(),
-                 code_position(l.k_tile, Component::kKey, t % kTileTokens, d), bits,
-                 codes[t * dim + d]);
-    }
+    (void)quantize_minmax(x + at, values, stride, 1 << bits, &params, codes.data() + at);
+    uint8_t* const to = block + l.scale_byte(c, g);
+    std::memcpy(to, &params.scale, 2);
+    std::memcpy(to + zero_point_apart(c), &params.zero_point, 2);
   }
-}
-
-void encode_values(const ChannelLayout& l, const float* x, uint8_t* block) {
-  const int32_t dim = l.head_dim(), bits = l.v_tile.type.bits();
-  std::vector<uint8_t> codes(dim);
   for (int32_t t = 0; t < l.tokens; ++t) {
-    QuantParams params;
-    (void)quantize_minmax(x + t * dim, dim, 1, 1 << bits, &params, codes.data());
-    put_half(block + l.value_metadata_byte(t), params.scale);
-    put_half(block + l.value_metadata_byte(t) + 2, params.zero_point);
+    uint8_t* to = block + l.codes(c) + t / kTileTokens * tile.bytes();
     for (int32_t d = 0; d < dim; ++d) {
-      store_code(block + l.v_codes + t / kTileTokens * l.v_tile.bytes(),
-                 code_position(l.v_tile, Component::kValue, t % kTileTokens, d), bits, codes[d]);
+      store_code(to, code_position(tile, c, t % kTileTokens, d), bits, codes[t * dim + d]);
     }
   }
 }
@@ -89,8 +76,8 @@ Result<ChannelLayout> make_channel_layout(const TierFormat& format, int32_t head
 // The values' parameters are finite because they are.
 void encode_channel_block(const ChannelLayout& l, const float* k, const float* v, uint8_t* block) {
   std::memset(block, 0, l.bytes);
-  encode_keys(l, k, block);
-  encode_values(l, v, block);
+  encode_component(l, Component::kKey, k, block);
+  encode_component(l, Component::kValue, v, block);
 }
 
 }  // namespace tierkv

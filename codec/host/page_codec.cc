@@ -14,10 +14,6 @@ static_assert(std::endian::native == std::endian::little, "pages are little-endi
 
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 
-void read_row(const void* base, DType dtype, int64_t offset, int32_t head_dim, float* x) {
-  for (int32_t d = 0; d < head_dim; ++d) x[d] = load_element(base, dtype, offset + d);
-}
-
 // Token i of a checked batch.
 StatusCode quantize_row(const HostPage& page, const TokenBatch& batch, int32_t i,
                         TokenCodes* token) {
@@ -26,7 +22,8 @@ StatusCode quantize_row(const HostPage& page, const TokenBatch& batch, int32_t i
   const int64_t offset = row * row_stride_of(batch.row_stride, head_dim);
   float x[kMaxPageHeadDim];
   for (const Component c : kComponents) {
-    read_row(c == Component::kKey ? batch.k : batch.v, batch.dtype, offset, head_dim, x);
+    const void* from = c == Component::kKey ? batch.k : batch.v;
+    for (int32_t d = 0; d < head_dim; ++d) x[d] = load_element(from, batch.dtype, offset + d);
     const StatusCode s = quantize_side(page, c, x, &token->of(c));
     if (s != StatusCode::kOk) return s;
   }
@@ -194,8 +191,9 @@ void load_token(const HostPage& page, int32_t slot, TokenCodes* token) {
 
 namespace reference {
 
-Status append_range(const HostPage& page, int32_t used, const TokenBatch& batch, int32_t count) {
-  for (int32_t i = 0; i < count; ++i) {
+Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch) {
+  if (Status s = check_batch(page, used, batch); !s) return s;
+  for (int32_t i = 0; i < batch.count; ++i) {
     TokenCodes token;
     if (StatusCode code = quantize_row(page, batch, i, &token); code != StatusCode::kOk) {
       for (int32_t j = 0; j < i; ++j) clear_slot(page, used + j);
@@ -207,12 +205,8 @@ Status append_range(const HostPage& page, int32_t used, const TokenBatch& batch,
   return Status::ok();
 }
 
-Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch) {
-  if (Status s = check_batch(page, used, batch); !s) return s;
-  return append_range(page, used, batch, batch.count);
-}
-
-void decode_range(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
+Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
+  if (Status s = check_output(page, first_slot, out); !s) return s;
   const int32_t head_dim = page.layout.head_dim();
   for (int32_t i = 0; i < out.count; ++i) {
     TokenCodes token;
@@ -229,11 +223,6 @@ void decode_range(const HostPage& page, int32_t first_slot, const TokenOutput& o
     if (out.scores != nullptr) out.scores[row] = token.score;
     if (out.positions != nullptr) out.positions[row] = token.position;
   }
-}
-
-Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
-  if (Status s = check_output(page, first_slot, out); !s) return s;
-  decode_range(page, first_slot, out);
   return Status::ok();
 }
 

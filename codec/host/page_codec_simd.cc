@@ -28,7 +28,7 @@ bool encode_tiles(const HostPage&, int32_t, const TokenBatch&, int32_t) {
   return false;
 }
 void decode_tiles(const HostPage& page, int32_t slot, const TokenOutput& out) {
-  reference::decode_range(page, slot, out);
+  (void)reference::decode_tokens(page, slot, out);
 }
 
 #else
@@ -289,7 +289,9 @@ Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch
   if (Status s = check_batch(page, used, batch); !s) return s;
   const int32_t in_tile = used % kTileTokens;
   const int32_t head = in_tile == 0 ? 0 : std::min(batch.count, kTileTokens - in_tile);
-  if (Status s = reference::append_range(page, used, batch, head); !s) return s;
+  TokenBatch first = batch;
+  first.count = head;
+  if (Status s = reference::append_tokens(page, used, first); !s) return s;
   if (head == batch.count) return Status::ok();
   if (HWY_DYNAMIC_DISPATCH(encode_tiles)(page, used + head, batch, head)) return Status::ok();
   return reference::append_tokens(page, used, batch);

@@ -88,12 +88,13 @@ void score(Prompts* x) {
   x->line = line;
   x->tile_queries = kRows / x->group();
   const ScoreTask lse = {p, nullptr, x->lse.data(), line};
-  launch(mma_lse<kHeadDim, kDtype>, lse,
+  launch(mma_scores<LseTaker<kHeadDim>, kDtype>, lse,
          {line.share == 0 ? p.num_kv_heads : 1, p.num_sequences, line.ctas}, kMathThreads);
   const int32_t queries = sample_tokens(p.max_tokens, p.query_stride).count;
   launch(join_lse, lse, {(queries - 1) / kJoinThreads + 1, p.num_sequences, p.num_q_heads},
          kJoinThreads);
-  launch(mma_significance<kHeadDim, kDtype>, {p, x->lse.data(), x->significance.data(), {}},
+  launch(mma_scores<SignificanceTaker<kHeadDim>, kDtype>,
+         {p, x->lse.data(), x->significance.data(), {}},
          {p.num_kv_heads, p.num_sequences, (p.max_tokens - 1) / kRows + 1}, kMathThreads);
 }
 template <DType kDtype>

@@ -291,7 +291,7 @@ class Accounts(unittest.TestCase):
                 "void tierkv::store::count_channel_kernel<4>(int)": "compression",
                 "void tierkv::store::raw_append_kernel<8>(tierkv::store::RawAppendCall, tierkv::RawAttendCall)": "compression",
                 anon + "encode_kernel<128>(int)": "compression",
-                "void tierkv::wgmma_significance<1>(int)": "significance",
+                "void tierkv::wgmma_scores<tierkv::SignificanceTaker<128>, (tierkv::DType)0>(tierkv::ScoreTask)": "significance",
                 "Memset (Device)": "copies", "Memcpy DtoD (Device -> Device)": "copies",
                 "nvjet_tst_128x64_coopA": "model", "void at::native::vectorized_elementwise_kernel<4>(int)": "model",
                 "void pytorch_flash::flash_fwd_kernel<int>(int)": "attention",

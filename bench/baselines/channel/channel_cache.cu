@@ -44,8 +44,7 @@ __device__ __forceinline__ RawSource<TileAt> make_raw_source(const TileAt& tile_
   return {tile_at};
 }
 
-// Values as they come: tokens `stride` elements apart. stage() brings a component to shared memory,
-// by all threads, and returns whether what this thread saw is finite.
+// Values as they come: tokens `stride` elements apart.
 struct DenseSource {
   const uint16_t* x[2];  // k, v
   int64_t stride;
@@ -73,11 +72,10 @@ __device__ __forceinline__ void put_residual(const ChannelLayout& l, uint8_t* re
 }
 
 // A CTA per row.
-template <class Encoder>
+template <int32_t kHeadDim>
 __global__ void __launch_bounds__(kChannelThreads)
     append_channel_kernel(const __grid_constant__ ChannelCache cache,
                           const __grid_constant__ ChannelAppend append) {
-  constexpr int32_t kHeadDim = Encoder::kHeadDim;
   __shared__ ChannelShared<kHeadDim> shared;
   const ChannelLayout& l = cache.layout;
   const auto row = static_cast<int32_t>(blockIdx.x), i = static_cast<int32_t>(threadIdx.x);
@@ -117,7 +115,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   const auto tile_at = [&](Component c, int32_t tile) {
     return residual + residual_tile(l, c, tile);
   };
-  (void)Encoder::encode(l, make_raw_source(tile_at), cache.block(id), shared);
+  (void)encode_channels(l, make_raw_source(tile_at), cache.block(id), shared);
   if (i == 0) cache.block_count[row] = blocks + 1;
 }
 
@@ -151,11 +149,10 @@ __global__ void __launch_bounds__(kChannelThreads)
 }
 
 // Grid: blocks of a row and its residual, rows. Counts are not read: other CTAs may take them back.
-template <class Encoder>
+template <int32_t kHeadDim>
 __global__ void __launch_bounds__(kChannelThreads)
     fill_channel_kernel(const __grid_constant__ ChannelCache cache,
                         const __grid_constant__ ChannelPrompt p) {
-  constexpr int32_t kHeadDim = Encoder::kHeadDim;
   __shared__ ChannelShared<kHeadDim> shared;
   const ChannelLayout& l = cache.layout;
   const auto row = static_cast<int32_t>(blockIdx.y), i = static_cast<int32_t>(threadIdx.x);
@@ -171,7 +168,7 @@ __global__ void __launch_bounds__(kChannelThreads)
     const int64_t at = (static_cast<int64_t>(r.first) + first) * stride + int64_t{r.head} * dim;
     const DenseSource source = {{p.k + at, p.v + at}, stride};
     if (b < blocks) {
-      finite = Encoder::encode(l, source, cache.block(cache.block_id(row, b)), shared);
+      finite = encode_channels(l, source, cache.block(cache.block_id(row, b)), shared);
       continue;
     }
     for (int32_t v = i; v < (r.tokens - first) * dim; v += kChannelThreads) {
@@ -197,9 +194,8 @@ Status append_channel(const ChannelCache& cache, const ChannelAppend& append, Gp
     return Status(StatusCode::kInvalidArgument, "k, v or status is null");
   }
   if (cache.num_rows == 0) return Status::ok();
-  with_channel_encoder(cache.layout, [&](auto encoder) {
-    append_channel_kernel<decltype(encoder)>
-        <<<cache.num_rows, kChannelThreads, 0, stream>>>(cache, append);
+  with_head_dim(cache.layout.head_dim(), [&](auto dim) {
+    append_channel_kernel<dim><<<cache.num_rows, kChannelThreads, 0, stream>>>(cache, append);
   });
   return cuda_status(cudaGetLastError(), "append");
 }
@@ -222,8 +218,8 @@ Status fill_channel(const ChannelCache& cache, const ChannelPrompt& prompt, GpuS
   const auto ctas = static_cast<uint32_t>((cache.num_rows + kChannelThreads - 1) / kChannelThreads);
   begin_fill_kernel<<<ctas, kChannelThreads, 0, stream>>>(cache, prompt);
   const dim3 grid(static_cast<uint32_t>(cache.max_blocks) + 1, cache.num_rows);
-  with_channel_encoder(cache.layout, [&](auto encoder) {
-    fill_channel_kernel<decltype(encoder)><<<grid, kChannelThreads, 0, stream>>>(cache, prompt);
+  with_head_dim(cache.layout.head_dim(), [&](auto dim) {
+    fill_channel_kernel<dim><<<grid, kChannelThreads, 0, stream>>>(cache, prompt);
   });
   return cuda_status(cudaGetLastError(), "fill");
 }

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What decodes the tiles of a slice, by a warp.
+// What checks a slice in shared memory and decodes its tiles, by a warp.
 #pragma once
 
 #include "codec/format/quantize.h"
 #include "codec/format/weighted_block_format.h"
 #include "codec/gpu/coded/coded_batch.h"
-#include "codec/gpu/coded/coded_open.cuh"
 #include "codec/gpu/coded/coded_stream.cuh"
 #include "gpu/copies.cuh"
 #include "gpu/shared_memory.cuh"
@@ -18,32 +17,65 @@ inline constexpr int32_t kDecodeWarps = 16;
 inline constexpr int32_t kTileStride = kSliceDims + 8;
 inline constexpr int32_t kCodesTileBytes = kTileTokens * kTileStride * 2;
 
-// What a warp has in shared memory. The slack follows the block.
-struct WarpMemory {
-  uint8_t* block;
-  int16_t* tile;      // [kTileTokens][kTileStride], codes
-  int32_t apart = 0;  // codes from one tile to the next
-};
+// ---- checks ----
+
+// Fields that can be judged by the header and the codebook alone.
+__device__ inline bool header_is_valid(const BlockHeader& h, int32_t tokens, int32_t dims,
+                                       Component component, const DeviceCodebook& book) {
+  if (h.version != kWeightedBlockVersion || static_cast<int32_t>(h.mode) >= kNumBlockModes ||
+      h.component != component || h.tokens != tokens || h.dims != dims ||
+      h.exponent_bits > kMaxExponentBits || h.length_bits > kMaxLengthBits) {
+    return false;
+  }
+  if (is_raw_mode(h.mode)) {
+    return h.streams_per_lane == 1 && h.table_id == 0 && h.least_length == 0 &&
+           h.length_bits == 0 && h.exceptions == 0 &&
+           (h.mode != BlockMode::kRaw16 || h.base_or_books == 0);
+  }
+  return h.mode == book.mode && h.table_id == book.table_id &&
+         h.streams_per_lane == book.streams_per_lane && h.base_or_books == 0;
+}
+
+// Zeros from a bit on to a byte, both inside whole words: those that the lane looks at.
+__device__ __forceinline__ bool gap_is_zero(const uint8_t* block, int32_t from_bit,
+                                            int32_t to_byte) {
+  bool zero = true;
+#pragma unroll 1
+  for (int32_t i = from_bit / 32 + lane_index(); 4 * i < to_byte; i += kWarpLanes) {
+    const uint32_t word = reinterpret_cast<const uint32_t*>(block)[i];
+    zero &= (i == from_bit / 32 ? word >> from_bit % 32 : word) == 0;
+  }
+  return zero;
+}
+
+// Strictly ascending, inside the block, not zero: those that the lane looks at. That the sums are
+// 16-bit integers shows when they are added.
+__device__ __forceinline__ bool exceptions_are_valid(const BlockHeader& h, const BlockLayout& at,
+                                                     const uint8_t* block) {
+  const auto* exceptions = reinterpret_cast<const uint32_t*>(block + at.exceptions);
+  bool valid = true;
+#pragma unroll 1
+  for (int32_t i = lane_index(); i < h.exceptions; i += kWarpLanes) {
+    const uint32_t index = exceptions[i] & 0xffffu;
+    valid &= exceptions[i] >> 16 != 0 && index / kSliceDims < h.tokens &&
+             index % kSliceDims < h.dims && (i == 0 || (exceptions[i - 1] & 0xffffu) < index);
+  }
+  return valid;
+}
+
+// ---- codes ----
 
 // Where the streams of this lane lie.
 struct BlockStreams {
   const uint8_t* payload;  // in shared memory, 4-byte aligned
   int32_t count;
   int32_t first[2], last[2];  // bits of the payload
-
-  __device__ __forceinline__ int32_t begin(int32_t stream) const {
-    return stream == 0 ? first[0] : first[1];
-  }
-  __device__ __forceinline__ int32_t end(int32_t stream) const {
-    return stream == 0 ? last[0] : last[1];
-  }
 };
 // By the codebook's table.
 struct TableReader {
-  using Stream = LaneStream<true>;
   int32_t streams;  // of a lane
   SharedTable<0> table;
-  Stream stream[2];
+  LaneStream<true> stream[2];
 
   // table_of_book: in shared memory, at a multiple of its size.
   __device__ __forceinline__ TableReader(const DeviceCodebook& book, const uint8_t* table_of_book)
@@ -51,13 +83,13 @@ struct TableReader {
         table(shared_address(table_of_book), table_mask(book.max_length, 0)) {}
   __device__ __forceinline__ void open(const BlockStreams& of) {
     const uint32_t payload = shared_address(of.payload);
-    stream[0].open(payload, of.begin(0), SharedTable<0>::kBias);
-    if (streams == 2) stream[1].open(payload, of.begin(1), SharedTable<0>::kBias);
+    stream[0].open(payload, of.first[0], SharedTable<0>::kBias);
+    if (streams == 2) stream[1].open(payload, of.first[1], SharedTable<0>::kBias);
   }
   __device__ __forceinline__ bool ends(const BlockStreams& of) const {
     const uint32_t payload = shared_address(of.payload);
-    bool valid = stream[0].end(payload, SharedTable<0>::kBias) == of.end(0);
-    if (streams == 2) valid &= stream[1].end(payload, SharedTable<0>::kBias) == of.end(1);
+    bool valid = stream[0].end(payload, SharedTable<0>::kBias) == of.last[0];
+    if (streams == 2) valid &= stream[1].end(payload, SharedTable<0>::kBias) == of.last[1];
     return valid;
   }
 };
@@ -96,14 +128,6 @@ __device__ inline bool add_exceptions(const BlockHeader& h, const BlockLayout& a
   }
   return fits;
 }
-
-// A whole block in shared memory whose header, size, checksum, bounds of streams and exceptions are
-// valid.
-struct OpenTiles {
-  const BlockHeader& header;
-  const BlockLayout& at;
-  const BlockStreams& streams;
-};
 
 // The codes of a dim block from its lane's first one on.
 template <bool kKey, int32_t kStreams>
@@ -160,11 +184,10 @@ __device__ __forceinline__ void decode_pair_tile(TableReader& reader, int32_t di
 }
 
 // The codes of a raw tile.
-__device__ __forceinline__ void read_raw_tile(const OpenTiles& open, const WarpMemory& memory,
+__device__ __forceinline__ void read_raw_tile(const BlockHeader& h, const uint8_t* payload,
                                               int32_t tile, int16_t* codes) {
-  const BlockHeader& h = open.header;
   const TileLayout layout = raw_tile(raw_bits(h.mode), dim_block_count(h.dims));
-  const uint8_t* plane = memory.block + open.at.payload + tile * layout.bytes();
+  const uint8_t* plane = payload + tile * layout.bytes();
   const uint32_t mask = (1u << layout.type.bits()) - 1u;
   for (int32_t f = 0; f < dim_block_count(h.dims); ++f) {
 #pragma unroll
@@ -178,28 +201,6 @@ __device__ __forceinline__ void read_raw_tile(const OpenTiles& open, const WarpM
           static_cast<int16_t>(h.base() + static_cast<int32_t>(word >> 16 & mask));
     }
   }
-}
-
-// Its tiles: finish(tile, codes) of each, with codes [kTileTokens][kTileStride]; decode(tile,
-// codes) finds them without exceptions.
-template <class Decode, class Finish>
-__device__ __forceinline__ bool decode_tiles(const OpenTiles& open, TableReader& reader,
-                                             const WarpMemory& memory, const Decode& decode,
-                                             const Finish& finish) {
-  const bool raw = is_raw_mode(open.header.mode);
-  if (!raw) reader.open(open.streams);
-  bool valid = true;
-  for (int32_t tile = 0; tile < tile_count(open.header.tokens); ++tile) {
-    int16_t* const codes = memory.tile + tile * memory.apart;
-    decode(tile, codes);
-    __syncwarp();
-    valid &= add_exceptions(open.header, open.at, memory.block, tile, codes);
-    __syncwarp();
-    finish(tile, codes);
-    __syncwarp();
-  }
-  if (!raw) valid &= reader.ends(open.streams);
-  return __all_sync(kFullWarp, valid);
 }
 
 // By the warp: into shared memory, until it is there.

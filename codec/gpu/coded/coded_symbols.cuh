@@ -7,7 +7,6 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kBitsOfException = 8 * kExceptionBytes;
 // Numbers from here on stand for no token; their low half is that of some code of the block.
 inline constexpr int32_t kPaddingCodes = 0x100000;
 
@@ -56,7 +55,7 @@ __device__ __noinline__ inline Substitute find_substitute(LaneBook book, int32_t
     if (kept == Codebook::kNoSymbol) continue;
     const int2 digits = digits_of(kept);
     const int32_t cost = static_cast<int32_t>(book.words[kept] >> 16) +
-                         kBitsOfException * (is_wrong(0, digits.x) + is_wrong(1, digits.y));
+                         kExceptionBits * (is_wrong(0, digits.x) + is_wrong(1, digits.y));
     if (cost < best_cost || (cost == best_cost && kept < best)) best = kept, best_cost = cost;
   }
   const int2 digits = digits_of(best);

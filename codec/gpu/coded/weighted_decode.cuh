@@ -7,7 +7,7 @@
 #pragma once
 
 #include "codec/gpu/coded/coded_decode.cuh"
-#include "codec/gpu/coded/coded_form.cuh"
+#include "codec/gpu/coded/weighted_form.cuh"
 #include "codec/gpu/coded/weighted_write.cuh"
 
 namespace tierkv {
@@ -92,35 +92,6 @@ __device__ __forceinline__ uint32_t load_word_field(const uint8_t* part, int32_t
   return x & ((1u << bits) - 1u);
 }
 
-// Fields that can be judged by the header and the codebook alone.
-__device__ inline bool header_is_valid(const BlockHeader& h, int32_t tokens, int32_t dims,
-                                       Component component, const DeviceCodebook& book) {
-  if (h.version != kWeightedBlockVersion || static_cast<int32_t>(h.mode) >= kNumBlockModes ||
-      h.component != component || h.tokens != tokens || h.dims != dims ||
-      h.exponent_bits > kMaxExponentBits || h.length_bits > kMaxLengthBits) {
-    return false;
-  }
-  if (is_raw_mode(h.mode)) {
-    return h.streams_per_lane == 1 && h.table_id == 0 && h.least_length == 0 &&
-           h.length_bits == 0 && h.exceptions == 0 &&
-           (h.mode != BlockMode::kRaw16 || h.base_or_books == 0);
-  }
-  return h.mode == book.mode && h.table_id == book.table_id &&
-         h.streams_per_lane == book.streams_per_lane && h.base_or_books == 0;
-}
-
-// Zeros from a bit on to a byte, both inside whole words.
-__device__ __forceinline__ bool gap_is_zero(const uint8_t* block, int32_t from_bit,
-                                            int32_t to_byte) {
-  bool zero = true;
-#pragma unroll 1
-  for (int32_t i = from_bit / 32 + lane_index(); 4 * i < to_byte; i += kWarpLanes) {
-    const uint32_t word = reinterpret_cast<const uint32_t*>(block)[i];
-    zero &= (i == from_bit / 32 ? word >> from_bit % 32 : word) == 0;
-  }
-  return __all_sync(kFullWarp, zero);
-}
-
 // Where a slice lies: `size` bytes are left from there on.
 struct SliceBytes {
   const uint8_t* from;
@@ -145,7 +116,7 @@ __device__ __forceinline__ int32_t find_bounds(const BlockHeader& h, const Block
   return before;
 }
 
-// Factors of the tokens; false where an exponent is none.
+// Factors of the tokens; false where an exponent that the lane looks at is none.
 __device__ inline bool load_factors(const BlockHeader& h, const BlockLayout& at,
                                     const uint8_t* block, bool first_slice, float* factors) {
   if (!first_slice) return h.exponent_bits == 0 && h.least_exponent == 0;
@@ -158,8 +129,7 @@ __device__ inline bool load_factors(const BlockHeader& h, const BlockLayout& at,
     factors[t] = exponent_factor(valid ? e : 0);
   }
   // Where no token has it the least one can still be wrong.
-  valid &= h.component != Component::kKey || is_importance_exponent(h.least_exponent);
-  return __all_sync(kFullWarp, valid);
+  return valid && (h.component != Component::kKey || is_importance_exponent(h.least_exponent));
 }
 
 // Copies what there is of a slice and judges it: kOk, kCorrupt or kOutOfRange. The warp's state
@@ -193,15 +163,16 @@ __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeT
   streams->payload = memory.block + at.payload;
   if (lane_index() == 0) memory.state->header = h, memory.state->at = at;
 
-  const int32_t fields = raw ? 0 : kWarpLanes * h.streams_per_lane * h.length_bits;
+  const int32_t lengths_end = 8 * at.lengths + kWarpLanes * h.streams_per_lane * h.length_bits;
   bool valid = warp_checksum(memory.block, at.bytes) == h.checksum;
   valid &= gap_is_zero(memory.block, 8 * at.exponents + h.tokens * h.exponent_bits, at.lengths);
-  valid &= gap_is_zero(memory.block, 8 * at.lengths + fields, raw ? at.payload : at.low_plane);
-  valid &= padding_is_zero(h, at, memory.block);
+  valid &= gap_is_zero(memory.block, lengths_end, at.payload);
+  valid &= raw || gap_is_zero(memory.block, 8 * at.payload + payload_bits, at.exceptions);
+  valid &= gap_is_zero(memory.block, 8 * at.end, at.bytes);
   valid &= exceptions_are_valid(h, at, memory.block);
   valid &= load_factors(h, at, memory.block, slice.first_dim == 0, memory.factors);
   __syncwarp();
-  return valid ? StatusCode::kOk : StatusCode::kCorrupt;
+  return __all_sync(kFullWarp, valid) ? StatusCode::kOk : StatusCode::kCorrupt;
 }
 
 // finish(slice's first channel, its channels, tile, codes of the tile) for each tile of each slice;
@@ -215,51 +186,38 @@ decode_block_tiles(const WeightedDecode& call, const RangeTarget& target,
   const int64_t left = int64_t{place.units} * kBlockAlignment;
   if (offset > call.size || left > call.size - offset) return StatusCode::kCorrupt;
   SliceBytes slice{call.bytes + offset, left, 0};
-  const bool keeps = memory.first != nullptr;
   for (; slice.first_dim < call.rows.head_dim; slice.first_dim += kSliceDims) {
     BlockStreams streams;
     const StatusCode code = open_slice(call, target, book, slice, memory, &streams);
     if (code != StatusCode::kOk) return code;
-    const bool keep = keeps && slice.first_dim == 0;
-    const WarpMemory warp{memory.block, keep ? memory.first : memory.tile,
-                          keep ? kTileTokens * kTileStride : 0};
+    const bool keep = memory.first != nullptr && slice.first_dim == 0;
     const BlockHeader& header = memory.state->header;
-    const auto finish = [&](int32_t tile, const int16_t* codes) {
-      if (!keep) finish_tile(slice.first_dim, header.dims, tile, codes);
-    };
-    const OpenTiles tiles{header, memory.state->at, streams};
-    const auto decode = [&](int32_t tile, int16_t* codes) {
+    const BlockLayout& at = memory.state->at;
+    if (!is_raw_mode(header.mode)) reader.open(streams);
+    bool valid = true;
+    for (int32_t tile = 0; tile < tile_count(header.tokens); ++tile) {
+      int16_t* const codes = keep ? memory.first + tile * kTileTokens * kTileStride : memory.tile;
       if (is_raw_mode(header.mode)) {
-        read_raw_tile(tiles, warp, tile, codes);
+        read_raw_tile(header, memory.block + at.payload, tile, codes);
       } else if (call.component == Component::kKey) {
         decode_pair_tile<true>(reader, header.dims, {book.base}, codes);
       } else {
         decode_pair_tile<false>(reader, header.dims, {book.base}, codes);
       }
-    };
-    if (!decode_tiles(tiles, reader, warp, decode, finish)) return StatusCode::kCorrupt;
+      __syncwarp();
+      valid &= add_exceptions(header, at, memory.block, tile, codes);
+      __syncwarp();
+      if (!keep) finish_tile(slice.first_dim, header.dims, tile, codes);
+      __syncwarp();
+    }
+    if (!is_raw_mode(header.mode)) valid &= reader.ends(streams);
+    if (!__all_sync(kFullWarp, valid)) return StatusCode::kCorrupt;
     slice.from += memory.state->at.bytes;
     slice.size -= memory.state->at.bytes;
     __syncwarp();
   }
   return slice.size == 0 ? StatusCode::kOk : StatusCode::kCorrupt;
 }
-__device__ inline StatusCode decode_range_block(const WeightedDecode& call,
-                                                const RangeTarget& target,
-                                                const WeightedPlace& place,
-                                                const DeviceCodebook& book, TableReader& reader,
-                                                const WeightedDecodeWarp& memory) {
-  const WriteWay way(call, target);
-  const auto finish = [&](int32_t first_dim, int32_t dims, int32_t tile, const int16_t* codes) {
-    const int16_t* kept =
-        memory.first == nullptr ? nullptr : memory.first + tile * kTileTokens * kTileStride;
-    write_tile(
-        TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first_dim}, dims,
-        way);
-  };
-  return decode_block_tiles(call, target, place, book, reader, memory, finish);
-}
-
 __device__ inline void write_zeros(const WeightedDecode& call, const RangeTarget& target) {
   for (int32_t t = target.from; t < target.end; ++t) {
     for (int32_t d = lane_index(); d < call.rows.head_dim; d += kWarpLanes) {
@@ -395,7 +353,15 @@ __device__ __forceinline__ void decode_weighted_items(const WeightedDecode& call
         code = StatusCode::kOutOfRange;
       } else {
         const WeightedPlace place = call.places[range.first_block + target.block];
-        code = decode_range_block(call, target, place, book->codebook, reader, memory);
+        const WriteWay way(call, target);
+        const auto write = [&](int32_t first_dim, int32_t dims, int32_t tile,
+                               const int16_t* codes) {
+          const int16_t* kept =
+              memory.first == nullptr ? nullptr : memory.first + tile * kTileTokens * kTileStride;
+          write_tile({call, target, memory.places, memory.factors, codes, kept, tile, first_dim},
+                     dims, way);
+        };
+        code = decode_block_tiles(call, target, place, book->codebook, reader, memory, write);
       }
       if (code != StatusCode::kOk) write_zeros(call, target);
     }

@@ -18,11 +18,6 @@ struct WeightedItem {
   int32_t range, index;  // of the block in the range
   Component component;
 };
-__device__ __forceinline__ WeightedItem weighted_item(const WeightedEncode& call, int64_t i) {
-  const int64_t group = i / 2;
-  return {static_cast<int32_t>(group / call.most_blocks),
-          static_cast<int32_t>(group % call.most_blocks), static_cast<Component>(i % 2)};
-}
 
 // The job of an item whose range is valid; tokens is 0 where the range has no such block.
 __device__ inline void open_job(const WeightedEncode& call, const WeightedRange& r,
@@ -306,7 +301,10 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
   }
   for (; n < items; n += stride) {
     const int64_t i = n < items / 2 ? 2 * n : 2 * (n - items / 2) + 1;
-    const WeightedItem item = weighted_item(call, i);
+    const int64_t group = i / 2;
+    const WeightedItem item = {static_cast<int32_t>(group / call.most_blocks),
+                               static_cast<int32_t>(group % call.most_blocks),
+                               static_cast<Component>(i % 2)};
     const auto* books = reinterpret_cast<const SharedBook*>(shared);
     uint8_t* kept = nullptr;
     if (call.kept != nullptr) {

@@ -1,13 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a slice of a weighted block has besides its codes: exponents and lengths of streams.
+// What a slice of a weighted block has besides its codes, exponents and lengths of streams, and
+// what its form, coded or raw, follows from.
 #pragma once
 
 #include "codec/format/weighted_block_format.h"
 #include "codec/format/weighted_step.h"
-#include "codec/gpu/coded/coded_form.cuh"
 #include "codec/gpu/coded/coded_symbols.cuh"
+#include "gpu/warp_sums.cuh"
 
 namespace tierkv {
+
+// Sizes of a slice in the codebook's mode: bits of the streams before each of the lane's own, bits
+// of those, and of all streams.
+struct SlicePlan {
+  int32_t start[2], bits[2];  // of the lane's streams
+  int32_t payload_bits, exceptions;
+  bool possible;
+};
+
+// Two codes in a word, each less or greater.
+struct CodeRange {
+  uint32_t low = 0x7fff7fffu, high = 0x80008000u;
+
+  __device__ __forceinline__ void add(uint32_t pair) {
+    low = __vmins2(low, pair);
+    high = __vmaxs2(high, pair);
+  }
+  __device__ __forceinline__ int32_t lowest() const {
+    return __reduce_min_sync(kFullWarp, min(static_cast<int32_t>(static_cast<int16_t>(low)),
+                                            static_cast<int32_t>(low) >> 16));
+  }
+  __device__ __forceinline__ int32_t highest() const {
+    return __reduce_max_sync(kFullWarp, max(static_cast<int32_t>(static_cast<int16_t>(high)),
+                                            static_cast<int32_t>(high) >> 16));
+  }
+};
+
+__device__ __forceinline__ void clear_block(void* block, int32_t bytes) {
+  for (int32_t i = lane_index(); i < bytes / 16; i += kWarpLanes) {
+    static_cast<uint4*>(block)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncwarp();
+}
 
 // The form in which a block is stored: its header without the checksum.
 struct BlockForm {
@@ -15,6 +49,27 @@ struct BlockForm {
   BlockLayout at;
   bool coded;
 };
+__device__ __forceinline__ uint64_t sum_of_warp(uint64_t x) {
+#pragma unroll
+  for (int32_t i = 16; i > 0; i /= 2) x += __shfl_xor_sync(kFullWarp, x, i);
+  return x;
+}
+
+// block_checksum() of a block that is 16-byte aligned.
+__device__ __forceinline__ uint32_t warp_checksum(const uint8_t* block, int32_t bytes) {
+  const auto* words = reinterpret_cast<const uint4*>(block);
+  const auto left = static_cast<uint32_t>(bytes / 4);
+  const auto times = [](uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b; };
+  uint64_t sum = 0;  // below 2^56: at most 4116 words
+  for (auto i = static_cast<uint32_t>(lane_index()); 4 * i < left; i += kWarpLanes) {
+    const uint4 x = words[i];
+    const uint32_t weight = left - 4 * i;
+    sum += times(weight, x.x) + times(weight - 1, x.y) + times(weight - 2, x.z) +
+           times(weight - 3, i == 0 ? x.w & 0xffffu : x.w);
+  }
+  return static_cast<uint32_t>(sum_of_warp(sum) % kChecksumPrime);
+}
+
 // The header and the checksum of a block whose rest is written.
 __device__ inline void finish_block(const BlockForm& form, uint8_t* bytes) {
   __syncwarp();
@@ -76,29 +131,6 @@ struct EncodedSlice {
     h.exponent_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(most - least)));
     return h;
   }
-  // Coded where that is possible and smaller, as the host's encode_slice().
-  __device__ __forceinline__ BlockForm choose(const CodeRange& range, const SlicePlan& plan) const {
-    BlockForm form{raw_header(range), {}, false};
-    form.at = block_layout(form.header);
-    const int32_t other = streams == 2 ? plan.bits[1] : plan.bits[0];
-    const int32_t least = __reduce_min_sync(kFullWarp, min(plan.bits[0], other));
-    const int32_t most = __reduce_max_sync(kFullWarp, max(plan.bits[0], other));
-    if (plan.possible) {
-      BlockHeader h = form.header;
-      h.mode = BlockMode::kPair;
-      h.streams_per_lane = static_cast<uint8_t>(streams);
-      h.table_id = table_id;
-      h.base_or_books = 0;
-      h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
-      h.least_length = static_cast<uint16_t>(least);
-      h.length_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(most - least)));
-      h.exceptions = static_cast<uint16_t>(plan.exceptions);
-      const BlockLayout at = block_layout(h);
-      if (at.bytes < form.at.bytes) form = {h, at, true};
-    }
-    form.header.units = static_cast<uint16_t>(form.at.bytes / kBlockAlignment);
-    return form;
-  }
   __device__ __forceinline__ void write_bounds(const BlockForm& form, const SlicePlan& plan,
                                                uint32_t* block) const {
     const BlockHeader& h = form.header;
@@ -116,10 +148,30 @@ struct EncodedSlice {
   }
 };
 
-// The same code for keys and values.
+// Coded where that is possible and smaller, as the host's encode_slice(). The same code for keys
+// and values.
 __device__ __noinline__ inline BlockForm choose_form(EncodedSlice of, CodeRange range,
                                                      SlicePlan plan) {
-  return of.choose(range, plan);
+  BlockForm form{of.raw_header(range), {}, false};
+  form.at = block_layout(form.header);
+  const int32_t other = of.streams == 2 ? plan.bits[1] : plan.bits[0];
+  const int32_t least = __reduce_min_sync(kFullWarp, min(plan.bits[0], other));
+  const int32_t most = __reduce_max_sync(kFullWarp, max(plan.bits[0], other));
+  if (plan.possible) {
+    BlockHeader h = form.header;
+    h.mode = BlockMode::kPair;
+    h.streams_per_lane = static_cast<uint8_t>(of.streams);
+    h.table_id = of.table_id;
+    h.base_or_books = 0;
+    h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
+    h.least_length = static_cast<uint16_t>(least);
+    h.length_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(most - least)));
+    h.exceptions = static_cast<uint16_t>(plan.exceptions);
+    const BlockLayout at = block_layout(h);
+    if (at.bytes < form.at.bytes) form = {h, at, true};
+  }
+  form.header.units = static_cast<uint16_t>(form.at.bytes / kBlockAlignment);
+  return form;
 }
 
 }  // namespace tierkv

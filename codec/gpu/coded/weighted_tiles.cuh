@@ -6,7 +6,6 @@
 // other in the streams. Any other rotation looks its partners up in shared memory.
 #pragma once
 
-#include "codec/gpu/coded/coded_form.cuh"
 #include "codec/gpu/coded/coded_symbols.cuh"
 #include "codec/gpu/coded/weighted_stage.cuh"
 #include "gpu/mma.cuh"

@@ -23,16 +23,6 @@ struct RangeTarget {
 __device__ __forceinline__ uint16_t rounded(DType dtype, float x) {
   return dtype == DType::kFloat16 ? float_to_half(saturate_to_half_range(x)) : float_to_bfloat16(x);
 }
-__device__ __forceinline__ void store_pair_of(uint16_t* to, bool aligned, DType dtype, float x,
-                                              float y) {
-  const uint32_t first = rounded(dtype, x), second = rounded(dtype, y);
-  if (aligned) {
-    *reinterpret_cast<uint32_t*>(to) = first | second << 16;
-  } else {
-    to[0] = static_cast<uint16_t>(first), to[1] = static_cast<uint16_t>(second);
-  }
-}
-
 // Turns of 64 places: in the shared memory of a CTA or in the caller's. In shared memory two turns
 // are left out behind each 16, so that lanes which load 16 bytes of every 32 or 64 meet in no bank.
 struct PlaceTurns {
@@ -94,51 +84,35 @@ struct TileTokens {
   }
 };
 
-// Two channels of a row, from d on: an even number.
-struct DimPair {
-  float scale[2], mean[2];
-  __device__ __forceinline__ DimPair(const TileTokens& tokens, int32_t d)
-      : scale{tokens.scale(d), tokens.scale(d + 1)}, mean{tokens.mean(d), tokens.mean(d + 1)} {}
-  __device__ __forceinline__ float2 values(const int16_t* codes, float factor) const {
-    const uint32_t both = *reinterpret_cast<const uint32_t*>(codes);
-    return {weighted_value(static_cast<int16_t>(both), mean[0], scale[0], factor),
-            weighted_value(static_cast<int32_t>(both) >> 16, mean[1], scale[1], factor)};
-  }
-};
-
-// Channels that do not turn, from dims_from on.
-__device__ __forceinline__ void write_plain(const TileTokens& tokens, int32_t dims_from,
-                                            int32_t dims_end) {
-  const bool aligned = tokens.aligned();
-  for (int32_t d = dims_from + 2 * lane_index(); d < dims_end; d += 2 * kWarpLanes) {
-    const DimPair dims(tokens, d);
-#pragma unroll 4
-    for (int32_t t = tokens.begin(); t < tokens.end(); ++t) {
-      const float2 x = dims.values(tokens.at(t, d), tokens.factor(t));
-      store_pair_of(tokens.to(t) + d, aligned, tokens.call.dtype, x.x, x.y);
-    }
-  }
-}
-
-// Keys that turn: a lane has one pair.
-__device__ __forceinline__ void write_turned(const TileTokens& tokens) {
+// Pairs of channels, a lane each: `turning` of them turn, the channels behind those do not.
+__device__ __forceinline__ void write_pairs(const TileTokens& tokens, int32_t turning,
+                                            int32_t dims_from, int32_t dims_end) {
   const DeviceRope& rope = tokens.call.rows.rope;
-  for (int32_t i = lane_index(); i < rope.pairs; i += kWarpLanes) {
-    const int32_t first = pair_first(rope.pairing, i);
-    const int32_t second = pair_second(rope.pairing, rope.pairs, i);
+  const bool aligned = tokens.aligned();
+  for (int32_t i = dims_from / 2 + lane_index(); i < dims_end / 2; i += kWarpLanes) {
+    const bool turns = i < turning;
+    const int32_t first = turns ? pair_first(rope.pairing, i) : 2 * i;
+    const int32_t second = turns ? pair_second(rope.pairing, rope.pairs, i) : 2 * i + 1;
     const float scale[2] = {tokens.scale(first), tokens.scale(second)};
     const float mean[2] = {tokens.mean(first), tokens.mean(second)};
-    const Turn block = tokens.block_turns()[i];
+    const Turn block = turns ? tokens.block_turns()[i] : Turn{};
     for (int32_t t = tokens.begin(); t < tokens.end(); ++t) {
       const float factor = tokens.factor(t);
       float x = weighted_value(*tokens.at(t, first), mean[0], scale[0], factor);
       float y = weighted_value(*tokens.at(t, second), mean[1], scale[1], factor);
-      turn_pair(compose_turns(block, *tokens.of_places.at(tokens.place(t), rope.pairs, i)), &x, &y);
-      tokens.to(t)[first] = rounded(tokens.call.dtype, x);
-      tokens.to(t)[second] = rounded(tokens.call.dtype, y);
+      if (turns) {
+        const Turn place = *tokens.of_places.at(tokens.place(t), rope.pairs, i);
+        turn_pair(compose_turns(block, place), &x, &y);
+      }
+      uint16_t* const to = tokens.to(t);
+      const uint32_t a = rounded(tokens.call.dtype, x), b = rounded(tokens.call.dtype, y);
+      if (aligned && second == first + 1) {
+        *reinterpret_cast<uint32_t*>(to + first) = a | b << 16;
+      } else {
+        to[first] = static_cast<uint16_t>(a), to[second] = static_cast<uint16_t>(b);
+      }
     }
   }
-  write_plain(tokens, 2 * rope.pairs, tokens.call.rows.head_dim);
 }
 
 // ---- runs of eight channels of a token, 16 bytes; of keys that turn in halves two runs a lane
@@ -313,9 +287,9 @@ __device__ __forceinline__ void write_tile(const TileTokens& tokens, int32_t dim
       write_in_runs<false>(tokens, way);
     }
   } else if (way.turning != Turning::kNone) {
-    write_turned(tokens);
+    write_pairs(tokens, tokens.call.rows.rope.pairs, 0, tokens.call.rows.head_dim);
   } else {
-    write_plain(tokens, tokens.first_dim, tokens.first_dim + dims);
+    write_pairs(tokens, 0, tokens.first_dim, tokens.first_dim + dims);
   }
 }
 

@@ -9,10 +9,6 @@
 namespace tierkv {
 namespace {
 
-uint32_t ctas_of(int64_t warps) {
-  return static_cast<uint32_t>((warps + kBlockWarps - 1) / kBlockWarps);
-}
-
 constexpr int32_t kMaxRanges = 65535;  // of a grid's second dimension
 
 // Fewer tokens may be a decode step, whose tokens fill no tiles.
@@ -27,8 +23,7 @@ void encode_tiles(const SlotEncode& e, GpuStream stream) {
 
 template <int32_t kDim>
 void decode_tiles(const BlockDecode& d, GpuStream stream) {
-  static_assert(kDecodeWarps == kBlockWarps);
-  const dim3 grid(ctas_of(decode_warps(d)), static_cast<uint32_t>(d.count));
+  const dim3 grid(ctas_for(decode_warps(d), kDecodeWarps), static_cast<uint32_t>(d.count));
   const size_t shared = kDecodeWarps * kDecodeWarpBytes<kDim>;
   decode_blocks_kernel<kDim><<<grid, kDecodeThreads, shared, stream>>>(d);
 }
@@ -39,7 +34,8 @@ Status encode_slots(const SlotEncode& e, GpuStream stream) {
   if (Status s = e.validate(); !s) return s;
   if (e.count == 0) return Status::ok();
   if (e.count < kMinTileTokens || !has_aligned_rows(e)) {
-    encode_slots_kernel<<<ctas_of(e.count * e.cache.num_kv_heads), kBlockThreads, 0, stream>>>(e);
+    encode_slots_kernel<<<ctas_for(e.count * e.cache.num_kv_heads, kBlockWarps), kBlockThreads, 0,
+                          stream>>>(e);
   } else {
     with_head_dim(e.cache.layout.head_dim(), [&](auto dim) { encode_tiles<dim>(e, stream); });
   }

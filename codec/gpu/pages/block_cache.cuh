@@ -24,10 +24,6 @@ struct WarpToken {
   int64_t token;
   int32_t kv_head;
 };
-__device__ __forceinline__ WarpToken warp_token(int32_t num_kv_heads) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kBlockWarps + threadIdx.x / 32;
-  return {i / num_kv_heads, static_cast<int32_t>(i % num_kv_heads)};
-}
 
 // ---- encode ----
 
@@ -72,17 +68,17 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken
   const int64_t block = slot / c.layout.tokens;
   const auto in_page = static_cast<int32_t>(slot - block * c.layout.tokens);
   const PageRef page{c.page(block, at.kv_head), &c.layout, c.raw_dtype};
-  LaneValues k[1], v[1];
+  LaneValues k, v;
   const int64_t k_first = at.token * e.k_strides.token + at.kv_head * e.k_strides.head;
   const int64_t v_first = at.token * e.v_strides.token + at.kv_head * e.v_strides.head;
-  load_lane_values(static_cast<const uint16_t*>(e.k) + k_first, e.dtype, head_dim, k[0]);
-  load_lane_values(static_cast<const uint16_t*>(e.v) + v_first, e.dtype, head_dim, v[0]);
+  load_lane_values(static_cast<const uint16_t*>(e.k) + k_first, e.dtype, head_dim, k);
+  load_lane_values(static_cast<const uint16_t*>(e.v) + v_first, e.dtype, head_dim, v);
   const float* reflection = c.reflection_of(at.kv_head);
   LaneValues normal;
   load_normal(reflection, head_dim, normal);
-  rotate(c.rotation, head_dim, k[0]);
-  rotate(c.rotation, head_dim, v[0]);
-  if (reflection != nullptr) reflect(normal, head_dim, k[0]);
+  rotate(c.rotation, head_dim, k);
+  rotate(c.rotation, head_dim, v);
+  if (reflection != nullptr) reflect(normal, head_dim, k);
   LaneSide k_side = {}, v_side = {};
   const StatusCode code =
       worst_of_warp(greater(encode_side(page, Component::kKey, c.rule[0], k, &k_side),
@@ -99,7 +95,8 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken
 
 __global__ void __launch_bounds__(kBlockThreads)
     encode_slots_kernel(const __grid_constant__ SlotEncode e) {
-  const WarpToken at = warp_token(e.cache.num_kv_heads);
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kBlockWarps + threadIdx.x / 32;
+  const WarpToken at = {i / e.cache.num_kv_heads, static_cast<int32_t>(i % e.cache.num_kv_heads)};
   if (at.token < e.count) encode_slot(e, at);
 }
 

@@ -118,12 +118,12 @@ __device__ __forceinline__ StatusCode quantize_minmax_lane(const LaneValues& x, 
 
 // In coordinates; the lane's part of the status.
 __device__ __forceinline__ StatusCode encode_side(const PageRef& page, Component c, StepRule rule,
-                                                  const LaneValues (&x)[1], LaneSide* side) {
+                                                  const LaneValues& x, LaneSide* side) {
   const TileLayout tile = page.layout->tile(c);
   *side = {};
-  if (tile.type.is_raw()) return take_raw_codes(page, x[0], side);
-  if (rule == StepRule::kNorm) return quantize_norm_lane(x[0], tile.head_dim, side);
-  return quantize_minmax_lane(x[0], tile.type, tile.head_dim, side);
+  if (tile.type.is_raw()) return take_raw_codes(page, x, side);
+  if (rule == StepRule::kNorm) return quantize_norm_lane(x, tile.head_dim, side);
+  return quantize_minmax_lane(x, tile.type, tile.head_dim, side);
 }
 
 // Stores one token's side.

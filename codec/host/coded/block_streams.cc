@@ -241,7 +241,7 @@ void scatter_entries(const SliceBooks& books, const uint16_t* entries, const Sli
   const bool key = books.first().component == Component::kKey;
   const bool split = books.first().mode == BlockMode::kSplit;
   const int32_t blocks = dim_block_count(out.dims), places = books.first().codes_per_symbol();
-  const int32_t width = digit_bits(books.first().mode), streams = books.streams();
+  const int32_t width = symbol_shape(books.first().mode).digit_bits, streams = books.streams();
   for (int32_t i = 0; i < blocks; ++i) {
     const int32_t f = dim_block_at(books.order, blocks, i), base = books.of[f]->base;
     for (int32_t c = 0; c < books.codes_per_fragment(); ++c) {

@@ -10,7 +10,6 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kExceptionBits = 8 * kExceptionBytes;
 constexpr int32_t kMaxStreams = 2 * kWarpLanes;
 // Digits that are no digits.
 constexpr int16_t kOutside = -1;

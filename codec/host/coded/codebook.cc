@@ -20,24 +20,11 @@ Status corrupt(const std::string& message) {
 }
 
 Status validate_alphabet(const Codebook& c) {
-  int32_t lowest = 2, highest = 0;
-  switch (c.mode) {
-    case BlockMode::kSingle:
-      highest = 256;
-      break;
-    case BlockMode::kPair:
-      highest = 32;
-      break;
-    case BlockMode::kQuad:
-      highest = 4;
-      break;
-    case BlockMode::kSplit:
-      lowest = 17, highest = 256;
-      break;
-    default:
-      return invalid("mode " + std::to_string(static_cast<int>(c.mode)) + " has no code");
+  if (is_raw_mode(c.mode) || static_cast<int32_t>(c.mode) >= kNumBlockModes) {
+    return invalid("mode " + std::to_string(static_cast<int>(c.mode)) + " has no code");
   }
-  if (c.levels < lowest || c.levels > highest) {
+  const SymbolShape shape = symbol_shape(c.mode);
+  if (c.levels < shape.least_levels || c.levels > shape.most_levels) {
     return invalid(std::string(block_mode_name(c.mode)) + " cannot have " +
                    std::to_string(c.levels) + " levels");
   }
@@ -177,7 +164,7 @@ Status complete_codebook(Codebook* c) {
   c->table = make_table<uint16_t>(*c, [c](uint32_t symbol, const uint32_t(&d)[4]) {
     uint32_t entry = c->lengths[symbol];
     for (int32_t i = 0; i < c->codes_per_symbol(); ++i) {
-      entry |= d[i] << (6 + digit_bits(c->mode) * i);
+      entry |= d[i] << (6 + symbol_shape(c->mode).digit_bits * i);
     }
     return entry;
   });

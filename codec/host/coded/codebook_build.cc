@@ -2,6 +2,7 @@
 // Which alphabet and which symbols: build_codebook. The bytes and tables are in codebook.cc.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
 
 #include "codec/format/codebook.h"
@@ -51,6 +52,16 @@ class Cheapest {
   Status failure_;
 };
 
+// The codes outside of [base, base + levels).
+uint64_t count_outside(const CodeHistogram& h, int32_t base, int32_t levels) {
+  auto outside = static_cast<uint64_t>(h.total());
+  for (int32_t c = base; c < base + levels; ++c) outside -= h.count(c);
+  return outside;
+}
+uint64_t sum_of(const std::vector<uint64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+}
+
 // The window of `levels` codes that holds the most of them; where several do, the one most central
 // in the range, then the lowest.
 int32_t best_base(const CodeHistogram& h, int32_t levels) {
@@ -59,14 +70,12 @@ int32_t best_base(const CodeHistogram& h, int32_t levels) {
   // Leave room for `levels` 16-bit codes.
   const int32_t lowest = std::max(lo - levels, int32_t{INT16_MIN});
   const int32_t highest = std::min(hi, INT16_MAX + 1 - levels);
-  uint64_t inside = 0;
-  for (int32_t c = lowest; c < lowest + levels; ++c) inside += h.count(c);
-  uint64_t most = inside;
+  uint64_t outside = count_outside(h, lowest, levels), least = outside;
   int32_t best = lowest;
   for (int32_t base = lowest + 1; base <= highest; ++base) {
-    inside += h.count(base + levels - 1) - h.count(base - 1);
-    if (inside > most || (inside == most && off_centre(base) < off_centre(best))) {
-      most = inside;
+    outside += h.count(base - 1) - h.count(base + levels - 1);
+    if (outside < least || (outside == least && off_centre(base) < off_centre(best))) {
+      least = outside;
       best = base;
     }
   }
@@ -87,13 +96,11 @@ SymbolCounts count_pairs(const CodeHistogram& h, Codebook codebook) {
   const int32_t levels = codebook.levels, base = codebook.base, radix = codebook.radix();
   const int32_t unit = codebook.mode == BlockMode::kSplit ? 16 : 1;
   const int32_t fill = (most_frequent(h, base, levels) - base) / unit;
-  SymbolCounts out{std::move(codebook), std::vector<uint64_t>(size_t(radix) * radix, 0), 0};
+  SymbolCounts out{std::move(codebook), std::vector<uint64_t>(size_t(radix) * radix, 0),
+                   count_outside(h, base, levels)};
   const auto at = [&](int32_t a, int32_t b) -> uint64_t& {
     return out.counts[static_cast<size_t>(a + radix * b)];
   };
-  uint64_t inside = 0;
-  for (int32_t c = 0; c < levels; ++c) inside += h.count(base + c);
-  out.outside = static_cast<uint64_t>(h.total()) - inside;
   if (h.pairs_are_exact()) {
     const int32_t lo = h.min_code(), hi = h.max_code();
     const auto digit = [&](int32_t code) {
@@ -105,6 +112,7 @@ SymbolCounts count_pairs(const CodeHistogram& h, Codebook codebook) {
       at(digit(a), fill) += h.lone_count(a);
     }
   } else {
+    const uint64_t inside = static_cast<uint64_t>(h.total()) - out.outside;
     std::vector<uint64_t> digits(static_cast<size_t>(radix), 0);
     for (int32_t c = 0; c < levels; ++c) digits[c / unit] += h.count(base + c);
     for (int32_t a = 0; a < radix; ++a) {
@@ -120,10 +128,9 @@ SymbolCounts count_pairs(const CodeHistogram& h, Codebook codebook) {
 
 SymbolCounts count_singles(const CodeHistogram& h, Codebook codebook) {
   const int32_t levels = codebook.levels, base = codebook.base;
-  SymbolCounts out{std::move(codebook), std::vector<uint64_t>(levels, 0), 0};
-  uint64_t inside = 0, lone = 0;
-  for (int32_t c = 0; c < levels; ++c) inside += out.counts[c] = h.count(base + c);
-  out.outside = static_cast<uint64_t>(h.total()) - inside;
+  SymbolCounts out{std::move(codebook), {}, count_outside(h, base, levels)};
+  uint64_t lone = 0;
+  for (int32_t c = 0; c < levels; ++c) out.counts.push_back(h.count(base + c));
   for (int32_t c = 0; c < 256; ++c) lone += h.lone_count(c);
   out.counts[most_frequent(h, base, levels) - base] += out.outside + lone + 2 * h.padding_pairs();
   return out;
@@ -135,8 +142,7 @@ SymbolCounts expect_quads(const CodeHistogram& h, Codebook codebook) {
   pair.mode = BlockMode::kPair;
   const SymbolCounts pairs = count_pairs(h, pair);
   SymbolCounts out{std::move(codebook), {}, pairs.outside};
-  uint64_t total = 0;
-  for (uint64_t n : pairs.counts) total += n;
+  const uint64_t total = sum_of(pairs.counts);
   for (uint64_t second : pairs.counts) {
     for (uint64_t first : pairs.counts) {
       out.counts.push_back(expected_count(first, second, std::max<uint64_t>(total, 1)) / 2);
@@ -151,10 +157,8 @@ SymbolCounts count_quads(const CodeHistogram& h, Codebook codebook) {
   if (!h.quads_are_exact()) return expect_quads(h, std::move(codebook));
   const int32_t levels = codebook.levels, base = codebook.base;
   const int32_t fill = most_frequent(h, base, levels) - base;
-  SymbolCounts out{std::move(codebook), {}, 0};
-  uint64_t inside = 0, quads = 0;
-  for (int32_t c = 0; c < levels; ++c) inside += h.count(base + c);
-  out.outside = static_cast<uint64_t>(h.total()) - inside;
+  SymbolCounts out{std::move(codebook), {}, count_outside(h, base, levels)};
+  uint64_t quads = 0;
   out.counts.resize(static_cast<size_t>(levels) * levels * levels * levels);
   for (size_t symbol = 0; symbol < out.counts.size(); ++symbol) {
     int32_t codes[4];
@@ -173,8 +177,8 @@ SymbolCounts count_quads(const CodeHistogram& h, Codebook codebook) {
 
 // The code of the symbols that occur at least `rarest` times; the others become exceptions.
 Result<Candidate> code_symbols(const SymbolCounts& symbols, int32_t max_length, uint64_t rarest) {
-  uint64_t total = 0, dropped = 0;
-  for (uint64_t n : symbols.counts) total += n;
+  const uint64_t total = sum_of(symbols.counts);
+  uint64_t dropped = 0;
   std::vector<uint64_t> counts = symbols.counts;
   for (uint64_t& n : counts) {
     if (n < rarest) {
@@ -202,8 +206,7 @@ Result<Candidate> code_symbols(const SymbolCounts& symbols, int32_t max_length, 
 // The best code for one window of codes: with all symbols, or without those that are rarer than one
 // in a share of the table.
 Result<Candidate> best_code(const SymbolCounts& symbols, int32_t max_length) {
-  uint64_t total = 0;
-  for (uint64_t n : symbols.counts) total += n;
+  const uint64_t total = sum_of(symbols.counts);
   Cheapest best;
   int64_t tried = -1;  // symbols of the last code
   for (const uint64_t share : kRarityShares) {
@@ -236,8 +239,8 @@ Result<Candidate> code_window(const CodeHistogram& h, BlockMode mode, int32_t le
 // alphabet or a narrower one with more exceptions and fewer symbols.
 Result<Candidate> best_of_mode(const CodeHistogram& h, BlockMode mode, const CodebookSpec& spec) {
   const int32_t range = std::clamp(h.max_code() - h.min_code() + 1, 2, 65536);
-  const int32_t widest = mode == BlockMode::kPair ? 32 : mode == BlockMode::kQuad ? 4 : 256;
-  const int32_t narrowest = mode == BlockMode::kSplit ? 17 : 2;
+  const int32_t narrowest = symbol_shape(mode).least_levels;
+  const int32_t widest = symbol_shape(mode).most_levels;
   Cheapest best;
   const int32_t enough = std::max(range, narrowest);
   for (const int32_t levels : {widest, 128, 96, 64, 48, 40, 28, 24, 20, 16, enough}) {

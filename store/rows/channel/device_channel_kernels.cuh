@@ -90,9 +90,9 @@ __device__ __forceinline__ void write_raw_block(const ChannelBody& body, const B
 }
 
 // By a CTA: block `index` of those that come of a row of an entry, most_blocks at most.
-template <class Encoder>
+template <int32_t kHeadDim>
 __device__ __forceinline__ void write_channel_block(const ChannelCall& c, int32_t index,
-                                                    ChannelShared<Encoder::kHeadDim>& shared) {
+                                                    ChannelShared<kHeadDim>& shared) {
   const int32_t row = index / c.most_blocks, entry = row / c.view.num_kv_heads;
   const int32_t kv_head = row - entry * c.view.num_kv_heads;
   const ChannelEntry e = channel_entry(c, entry);
@@ -104,24 +104,24 @@ __device__ __forceinline__ void write_channel_block(const ChannelCall& c, int32_
   if (e.is_raw) {
     write_raw_block(c.body, from, to);
   } else {
-    (void)Encoder::encode(c.body.layout, from, to, shared);
+    (void)encode_channels(c.body.layout, from, to, shared);
   }
 }
 
 // CTAs take the blocks of a call in turn: in most steps nothing leaves of most rows. Dynamic shared
 // memory: a ChannelShared.
-template <class Encoder>
+template <int32_t kHeadDim>
 __global__ void __launch_bounds__(kChannelThreads)
     write_channel_kernel(const __grid_constant__ ChannelCall c) {
   extern __shared__ __align__(16) uint8_t block_shared_bytes[];
   wait_for_previous_kernel();
-  auto& shared = *reinterpret_cast<ChannelShared<Encoder::kHeadDim>*>(block_shared_bytes);
+  auto& shared = *reinterpret_cast<ChannelShared<kHeadDim>*>(block_shared_bytes);
   commit(c.works);
   if (!c.works.has_pages()) return;
   const int32_t blocks = c.num_entries * c.view.num_kv_heads * c.most_blocks;
   for (auto i = static_cast<int32_t>(blockIdx.x); i < blocks;
        i += static_cast<int32_t>(gridDim.x)) {
-    write_channel_block<Encoder>(c, i, shared);
+    write_channel_block(c, i, shared);
   }
 }
 

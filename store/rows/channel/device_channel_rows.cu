@@ -103,10 +103,9 @@ Status DeviceChannelRows::write(const DeviceWorks& works, const PageCopy*) {
   const auto ctas = static_cast<uint32_t>(std::min(blocks, int64_t{kWriteCtasPerSm} * sms_));
   void (*kernel)(ChannelCall) = nullptr;
   size_t shared = 0;
-  with_channel_encoder(call.body.layout, [&](auto encoder) {
-    using Encoder = decltype(encoder);
-    kernel = write_channel_kernel<Encoder>;
-    shared = sizeof(ChannelShared<Encoder::kHeadDim>);
+  with_head_dim(call.body.layout.head_dim(), [&](auto dim) {
+    kernel = write_channel_kernel<dim>;
+    shared = sizeof(ChannelShared<dim>);
   });
   return launch_after_previous(kernel, ctas, kChannelThreads, shared, stream_, call)
       .with_context("channel rows");

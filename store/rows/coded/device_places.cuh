@@ -2,8 +2,8 @@
 // What becomes of the entries of a call, where their blocks go, and what the slots say of it.
 #pragma once
 
-#include "codec/gpu/coded/coded_form.cuh"
 #include "gpu/arrivals.cuh"
+#include "gpu/warp_sums.cuh"
 #include "store/rows/coded/device_coded_call.cuh"
 
 namespace tierkv::store {

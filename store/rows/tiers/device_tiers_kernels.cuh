@@ -399,15 +399,15 @@ __device__ __forceinline__ void write_tiers_part(const TiersCall& c, const Tiers
                                                  const PageRef& page, int32_t slot) {
   const bool is_key = component == Component::kKey;
   const int32_t part = is_key ? 0 : 1;
-  LaneValues x[1];
+  LaneValues x;
 #pragma unroll
   for (int32_t n = 0; n < 4 * kLaneChunks; ++n) {
     const int32_t i = n / 4, j = n % 4;
     const uint16_t raw = is_key ? token.x[0][i][j] : token.x[1][i][j];
     const float y = half_to_float(token.is_half ? raw : float_to_half(bfloat16_to_float(raw)));
-    x[0][i][j] = is_key ? add_rn(y, -token.key_mean[i][j]) : y;
+    x[i][j] = is_key ? add_rn(y, -token.key_mean[i][j]) : y;
   }
-  if (at.has_basis()) rotate(c.codes.rotation[part], kDim, x[0]);
+  if (at.has_basis()) rotate(c.codes.rotation[part], kDim, x);
   const auto side = static_cast<int32_t>(page.layout - at.of_class().layout);
   LaneSide codes;
   const StatusCode code =

@@ -213,7 +213,7 @@ void ChannelOnDevice::check_attention(const Case& c, const ChannelWorld& world, 
           float zero = 0;
           if (!raw) {
             uint16_t bits;
-            std::memcpy(&bits, from + l.k_metadata + channel_zero_point_byte(d), 2);
+            std::memcpy(&bits, from + l.scale_byte(Component::kKey, d) + 8, 2);
             zero = half_to_float(bits);
           }
           const double x = half_to_float(q[(int64_t{row} * group + h) * dim + d]);
