@@ -104,16 +104,21 @@ Status HostPlace::compress(const LayerMoves& moves, int32_t /*tokens*/) {
   return compress_works(moves, {});
 }
 
-Status HostPlace::compress_works(const LayerMoves& moves, const std::vector<Chunk>& chunks) {
-  std::vector<RawTokens> tokens;
-  tokens.reserve(moves.size());
+RawTokens HostPlace::tokens_of(const LayerMove& move, const Chunk& chunk, RowOfCall row) const {
+  return raw_tokens(layout_.raw, raw_row(move, row.kv_head), move.from.tokens, chunk, row);
+}
+
+Status HostPlace::compress_works(const LayerMoves& moves, const Chunk& chunk) {
+  const int32_t heads = config_.layout.num_kv_heads;
   std::vector<BodyWork> works;
   std::vector<HostLayer> layers;
   for (size_t i = 0; i < moves.size(); ++i) {
     if (!moves[i].moves_body()) continue;
     const HostLayer& layer = layers.emplace_back(layer_of(moves[i]));
-    tokens.emplace_back(layout_, layer.raw, moves[i].from, chunks.empty() ? nullptr : &chunks[i]);
-    works.push_back({layer, moves[i].to.body_end, &tokens.back()});
+    BodyWork& work = works.emplace_back(BodyWork{layer, moves[i].to.body_end, {}});
+    for (int32_t h = 0; h < heads; ++h) {
+      work.tokens.push_back(tokens_of(moves[i], chunk, {static_cast<int32_t>(i), h, heads}));
+    }
   }
   if (works.empty()) return Status::ok();
   Result<std::unique_ptr<BodyPlan>> plan = format_->plan(works);
@@ -130,31 +135,30 @@ Status HostPlace::compress_works(const LayerMoves& moves, const std::vector<Chun
 
 Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
   const CacheLayout& shape = config_.layout;
-  const int64_t per_sequence = int64_t{call.tokens} * shape.num_kv_heads * shape.head_dim;
-  std::vector<Chunk> chunks;
+  const int32_t heads = shape.num_kv_heads;
+  Chunk chunk = {static_cast<const uint16_t*>(call.k),
+                 static_cast<const uint16_t*>(call.v),
+                 call.significance,
+                 call.stride,
+                 shape.dtype,
+                 call.tokens};
   for (size_t i = 0; i < moves.size(); ++i) {
-    Chunk& chunk = chunks.emplace_back(
-        Chunk{static_cast<const uint16_t*>(call.k) + i * per_sequence,
-              static_cast<const uint16_t*>(call.v) + i * per_sequence, nullptr, call.stride,
-              shape.dtype, moves[i].from.tokens, call.tokens, shape.num_kv_heads});
-    if (call.significance != nullptr) {
-      chunk.significance = call.significance + i * shape.num_kv_heads * call.stride;
-    }
-    if (Status s = check_chunk(chunk, shape.head_dim); !s) {
+    const RowOfCall rows = {static_cast<int32_t>(i), 0, heads};
+    if (Status s = check_chunk(chunk, shape.head_dim, rows, moves[i].from.tokens); !s) {
       return s.with_context(name_of(moves[i].id()));
     }
   }
   std::vector<float> found;
   if (call.q != nullptr) {
     if (Status s = find_significance(call, moves, &found); !s) return s;
-    for (size_t i = 0; i < moves.size(); ++i) {
-      chunks[i].significance = found.data() + i * shape.num_kv_heads * call.tokens;
-      chunks[i].stride = call.tokens;
-    }
+    chunk.significance = found.data(), chunk.stride = call.tokens;
   }
-  if (Status s = compress_works(moves, chunks); !s) return s;
+  if (Status s = compress_works(moves, chunk); !s) return s;
   for (size_t i = 0; i < moves.size(); ++i) {
-    write_chunk(layout_, layer_of(moves[i]).raw, chunks[i], moves[i].to);
+    for (int32_t h = 0; h < heads; ++h) {
+      const RawTokens tokens = tokens_of(moves[i], chunk, {static_cast<int32_t>(i), h, heads});
+      write_chunk(layout_, raw_row(moves[i], h), tokens, moves[i].to);
+    }
   }
   return Status::ok();
 }
@@ -162,19 +166,21 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
 void HostPlace::read_row(const LayerMove& move, int32_t kv_head, Positions range, float* k,
                          float* v, uint8_t* pruned) const {
   const int64_t dim = config_.layout.head_dim;
-  const HostLayer layer = layer_of(move);
-  const RawTokens raw(layout_, layer.raw, move.from, nullptr);
+  uint16_t token[kMaxHeadDim];
   const auto [sinks, body, ring] = parts_of(layout_.laws, move.from, range);
   for (const Positions& part : {sinks, ring}) {
-    if (part.count() <= 0) continue;
-    const int64_t at = (part.first - range.first) * dim;
-    raw.read(Component::kKey, kv_head, part.first, part.count(), k + at);
-    raw.read(Component::kValue, kv_head, part.first, part.count(), v + at);
+    for (int32_t p = part.first; p < part.end; ++p) {
+      for (const Component c : {Component::kKey, Component::kValue}) {
+        read_raw(layout_, raw_row(move, kv_head), c, p, token);
+        std::transform(token, token + dim, (c == Component::kKey ? k : v) + (p - range.first) * dim,
+                       half_to_float);
+      }
+    }
   }
   if (pruned != nullptr) std::fill(pruned, pruned + range.count(), uint8_t{0});
   if (body.count() <= 0) return;
   const int32_t at = body.first - range.first;
-  format_->read(layer, kv_head, body.first, body.end, k + at * dim, v + at * dim,
+  format_->read(layer_of(move), kv_head, body.first, body.end, k + at * dim, v + at * dim,
                 pruned == nullptr ? nullptr : pruned + at);
 }
 

@@ -73,8 +73,9 @@ class HostPlace final : public Place {
   // (may be null).
   void read_row(const LayerMove& move, int32_t kv_head, Positions range, float* k, float* v,
                 uint8_t* pruned) const;
-  // Plans, takes the pages and writes; all or nothing. chunks: of the moves, or empty.
-  Status compress_works(const LayerMoves& moves, const std::vector<Chunk>& chunks);
+  RawTokens tokens_of(const LayerMove& move, const Chunk& chunk, RowOfCall row) const;
+  // Plans, takes the pages and writes; all or nothing. chunk: of the moves, or none.
+  Status compress_works(const LayerMoves& moves, const Chunk& chunk);
   // Pages for these plans, one for each layer. kOutOfPages; kOutOfRange beyond a table.
   Status take_pages(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>& plans);
   Status require_pages(int64_t needed);

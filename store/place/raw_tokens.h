@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Raw tokens in host memory: those that a (sequence, layer) holds and, behind them, those of the
-// caller's chunk. Every token is fp16 first, wherever it comes from, so that chunks do not matter.
+// Raw tokens: those that a row holds and, behind them, those of the caller's chunk. Every token is
+// fp16 first, wherever it comes from, so that chunks do not matter.
 #pragma once
 
 #include <cstdint>
 
+#include "codec/format/element.h"
 #include "codec/format/quantize.h"
 #include "store/engine/tokens.h"
 #include "tierkv/layout.h"
@@ -12,20 +13,16 @@
 
 namespace tierkv::store {
 
-// The tokens of one sequence and layer that append() brings.
+// The tokens of a layer that append() brings, for all sequences of a call. In a store on a device
+// they are device memory.
 struct Chunk {
-  const void* k = nullptr;  // dtype [tokens, num_kv_heads, head_dim]
-  const void* v = nullptr;
-  const float* significance = nullptr;  // [num_kv_heads, stride]; null: unknown
+  const uint16_t* k = nullptr;          // [count, tokens, num_kv_heads, head_dim]; null: no chunk
+  const uint16_t* v = nullptr;          // likewise
+  const float* significance = nullptr;  // [count, num_kv_heads, stride]; null: unknown
   int64_t stride = 0;
   DType dtype = DType::kFloat16;
-  int32_t first = 0;  // position of its first token
   int32_t tokens = 0;
-  int32_t num_kv_heads = 0;
 };
-
-// kNonFinite; kOutOfRange for values beyond fp16.
-Status check_chunk(const Chunk& chunk, int32_t head_dim);
 
 // What is known of a token's importance when its tier or exponent is decided.
 enum class ImportanceKind : int32_t {
@@ -62,23 +59,70 @@ TKV_HD RawScore chunk_score(float significance, int32_t behind) {
   return {sum < kMostSum ? sum : kMostSum, least(behind, kMostCounted)};
 }
 
-class RawTokens {
- public:
-  // `raw` [num_kv_heads] raw rows that hold the tokens of `at`. With a chunk, it begins at
-  // at.tokens. All must outlive the object.
-  RawTokens(const RawRows& rows, uint8_t* raw, LayerTokens at, const Chunk* chunk)
-      : rows_(&rows), raw_(raw), at_(at), chunk_(chunk) {}
-
-  // Raw positions first .. first + count - 1: sinks, ring or chunk. out: [count, head_dim].
-  void read(Component c, int32_t kv_head, int32_t first, int32_t count, float* out) const;
-  Importance importance(int32_t kv_head, int32_t position) const;
-
- private:
-  const RawRows* rows_;
-  uint8_t* raw_;
-  LayerTokens at_;
-  const Chunk* chunk_;
+// A row of a layer, of a sequence of a call.
+struct RowOfCall {
+  int32_t sequence = 0, kv_head = 0, num_kv_heads = 1;
 };
+// The tokens of one row that are in its ring and in the chunk. In a store on a device its memory is
+// the device's.
+struct RawTokens {
+  RawLayout layout;
+  const uint8_t* raw = nullptr;  // the row's
+  int32_t held = 0;              // tokens before those of the chunk
+  // This row's elements of the chunk's first token.
+  const uint16_t* k = nullptr;
+  const uint16_t* v = nullptr;
+  int64_t token_stride = 0;             // elements
+  const float* significance = nullptr;  // [tokens]; null: unknown
+  DType dtype = DType::kFloat16;
+
+  // fp16. The position is in the ring or in the chunk.
+  TKV_HD uint16_t half_at(Component c, int32_t position, int32_t dim) const {
+    if (position < held) {
+      return *reinterpret_cast<const uint16_t*>(raw + layout.ring_byte(c, position, dim));
+    }
+    const uint16_t x =
+        (c == Component::kKey ? k : v)[(position - held) * token_stride + int64_t{dim}];
+    return dtype == DType::kFloat16 ? x : float_to_half(bfloat16_to_float(x));
+  }
+  TKV_HD Importance importance(int32_t position) const {
+    if (position < held) {
+      return ring_importance(*reinterpret_cast<const RawScore*>(raw + layout.score_byte(position)));
+    }
+    if (significance == nullptr) return {};
+    return chunk_importance(held, significance[position - held]);
+  }
+  // Those of positions first .. first + count - 1. out: [count, head_dim].
+  void read(Component c, int32_t first, int32_t count, float* out) const {
+    for (int32_t p = first; p < first + count; ++p) {
+      for (int32_t d = 0; d < layout.head_dim; ++d) *out++ = half_to_float(half_at(c, p, d));
+    }
+  }
+};
+// `raw` are the bytes of the row.
+TKV_HD RawTokens raw_tokens(const RawLayout& layout, const uint8_t* raw, int32_t held,
+                            const Chunk& chunk, RowOfCall row) {
+  RawTokens t;
+  t.layout = layout;
+  t.raw = raw;
+  t.held = held;
+  t.dtype = chunk.dtype;
+  t.token_stride = int64_t{row.num_kv_heads} * layout.head_dim;
+  if (chunk.k == nullptr) return t;
+  const int64_t first =
+      row.sequence * chunk.tokens * t.token_stride + int64_t{row.kv_head} * layout.head_dim;
+  t.k = chunk.k + first;
+  t.v = chunk.v + first;
+  if (chunk.significance != nullptr) {
+    t.significance = chunk.significance +
+                     (int64_t{row.sequence} * row.num_kv_heads + row.kv_head) * chunk.stride;
+  }
+  return t;
+}
+
+// Host memory from here on. What a sequence brings, whose first token gets position `first`:
+// kNonFinite; kOutOfRange for values beyond fp16.
+Status check_chunk(const Chunk& chunk, int32_t head_dim, RowOfCall rows, int32_t first);
 
 // Writes or reads one token of a raw row, [head_dim] fp16 at any address, whose position is a
 // sink's or in the ring.
@@ -87,7 +131,7 @@ void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t posi
 void write_score(const RawRows& rows, uint8_t* row, int32_t position, RawScore score);
 RawScore read_score(const RawRows& rows, const uint8_t* row, int32_t position);
 
-// Puts the chunk's tokens that `to` keeps raw into the rows.
-void write_chunk(const RawRows& rows, uint8_t* raw, const Chunk& chunk, LayerTokens to);
+// Puts the chunk's tokens that `to` keeps raw into the row.
+void write_chunk(const RawRows& rows, uint8_t* row, const RawTokens& tokens, LayerTokens to);
 
 }  // namespace tierkv::store

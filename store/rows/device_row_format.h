@@ -43,21 +43,14 @@ struct DeviceStoreView : RawRows {
   DeviceSlots slots;
   int32_t num_layers = 0, num_kv_heads = 0, head_dim = 0;
 
+  TKV_HD uint8_t* raw_row(int32_t slot, int32_t layer, int32_t kv_head) const {
+    return slots.raw(slot, layer) + int64_t{kv_head} * raw.row_bytes;
+  }
   // Where the counts of the entry's first table row lie in DeviceRowCounts.
   TKV_HD int64_t counts_row(const DeviceEntry& e) const {
     return int64_t{e.sequence} * pages.allocator.shape.table.rows_per_sequence +
            e.layer * pages.rows_per_layer;
   }
-};
-
-// The tokens of a chunk, device memory; as Chunk in raw_tokens.h, for all sequences of a call.
-struct DeviceChunk {
-  const uint16_t* k = nullptr;          // [count, tokens, num_kv_heads, head_dim]; null: no chunk
-  const uint16_t* v = nullptr;          // likewise
-  const float* significance = nullptr;  // [count, num_kv_heads, stride]; null: unknown
-  int64_t stride = 0;
-  DType dtype = DType::kFloat16;
-  int32_t tokens = 0;
 };
 
 // The first failure that kernels find, device memory; later ones are dropped (report_fault() of
@@ -95,7 +88,7 @@ struct DeviceWorks {
   const LayerTokens* to = nullptr;
   int32_t count = 0, first_layer = 0, num_layers = 0;
   int32_t most_leaving = 0;  // a bound for how many leave of an entry
-  DeviceChunk chunk;
+  Chunk chunk;
   // The same on the host where the call is not captured; else null, but for may_rewrite(),
   // require_capturable() and most_pages(), which always have them. [count * num_layers]
   const LayerMove* moves = nullptr;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Raw tokens of a row in device memory: those of its ring and, behind them, those of the call's
-// chunk. What RawTokens (store/place/raw_tokens.h) is in host memory.
+// What kernels of row formats need beside RawTokens (store/place/raw_tokens.h): elements of chunks,
+// several at once.
 #pragma once
 
 #include <cstdint>
@@ -43,54 +43,12 @@ TKV_HD StatusCode code_of_magnitude(DType dtype, int32_t bits) {
   return !is_half && bits >= 0x4780 ? StatusCode::kOutOfRange : StatusCode::kOk;
 }
 
-struct DeviceTokens {
-  RawLayout layout;
-  const uint8_t* raw = nullptr;  // the row's
-  int32_t held = 0;              // tokens before those of the chunk
-  // This row's elements of the chunk's first token.
-  const uint16_t* k = nullptr;
-  const uint16_t* v = nullptr;
-  int64_t token_stride = 0;             // elements
-  const float* significance = nullptr;  // [tokens]; null: unknown
-  DType dtype = DType::kFloat16;
-
-  // fp16. The position is in the ring or in the chunk.
-  TKV_HD uint16_t half_at(Component c, int32_t position, int32_t dim) const {
-    if (position < held) {
-      return *reinterpret_cast<const uint16_t*>(raw + layout.ring_byte(c, position, dim));
-    }
-    const uint16_t x =
-        (c == Component::kKey ? k : v)[(position - held) * token_stride + int64_t{dim}];
-    return dtype == DType::kFloat16 ? x : float_to_half(bfloat16_to_float(x));
-  }
-  TKV_HD Importance importance(int32_t position) const {
-    if (position < held) {
-      return ring_importance(*reinterpret_cast<const RawScore*>(raw + layout.score_byte(position)));
-    }
-    if (significance == nullptr) return {};
-    return chunk_importance(held, significance[position - held]);
-  }
-};
-
-TKV_HD DeviceTokens device_tokens(const DeviceStoreView& view, const DeviceWorks& works,
-                                  int32_t entry, int32_t kv_head) {
+// Those of a row of an entry of a call.
+TKV_HD RawTokens device_tokens(const DeviceStoreView& view, const DeviceWorks& works, int32_t entry,
+                               int32_t kv_head) {
   const auto [sequence, slot, layer] = works.entry(entry);
-  DeviceTokens t;
-  t.layout = view.raw;
-  t.raw = view.slots.raw(slot, layer) + int64_t{kv_head} * view.raw.row_bytes;
-  t.held = works.from[entry].tokens;
-  t.dtype = works.chunk.dtype;
-  t.token_stride = int64_t{view.num_kv_heads} * view.head_dim;
-  if (works.chunk.k == nullptr) return t;
-  const int64_t first =
-      sequence * works.chunk.tokens * t.token_stride + int64_t{kv_head} * view.head_dim;
-  t.k = works.chunk.k + first;
-  t.v = works.chunk.v + first;
-  if (works.chunk.significance != nullptr) {
-    t.significance = works.chunk.significance +
-                     (int64_t{sequence} * view.num_kv_heads + kv_head) * works.chunk.stride;
-  }
-  return t;
+  return raw_tokens(view.raw, view.raw_row(slot, layer, kv_head), works.from[entry].tokens,
+                    works.chunk, {sequence, kv_head, view.num_kv_heads});
 }
 
 }  // namespace tierkv::store

@@ -55,12 +55,11 @@ struct HostLayer {
   SequenceId id() const { return {slot, generation}; }
 };
 
-// Tokens that leave: the body positions [layer.at.body_end, body_end). Their values and scores are
-// read from `tokens`.
+// Tokens that leave: the body positions [layer.at.body_end, body_end), which `tokens` have.
 struct BodyWork {
   HostLayer layer;
-  int32_t body_end = 0;  // afterwards
-  const RawTokens* tokens = nullptr;
+  int32_t body_end = 0;           // afterwards
+  std::vector<RawTokens> tokens;  // [num_kv_heads]
 };
 
 // What place() needs of one work. `tokens` [rows_per_layer]: what the layer's table rows hold

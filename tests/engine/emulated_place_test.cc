@@ -81,19 +81,17 @@ struct RawWorld {
     const bool has_significance = input.chance(0.5);
     std::vector<int32_t> slots;
     std::vector<LayerTokens> to;
+    const Chunk chunk = {k.data(), v.data(), has_significance ? significance.data() : nullptr,
+                         stride,   dtype,    n};
     for (int32_t i = 0; i < sequences; ++i) {
       const int32_t slot = sequences - 1 - i;
       LayerTokens after = after_append(laws, at(slot), n);
-      Chunk chunk = {
-          k.data() + i * per_sequence * dim,
-          v.data() + i * per_sequence * dim,
-          has_significance ? significance.data() + int64_t{i} * kv_heads * stride : nullptr,
-          stride,
-          dtype,
-          at(slot).tokens,
-          n,
-          kv_heads};
-      write_chunk(rows, host_raw(slot), chunk, after);
+      for (int32_t h = 0; h < kv_heads; ++h) {
+        uint8_t* const row = host_raw(slot) + int64_t{h} * rows.raw.row_bytes;
+        const RawTokens tokens =
+            raw_tokens(rows.raw, row, at(slot).tokens, chunk, {i, h, kv_heads});
+        write_chunk(rows, row, tokens, after);
+      }
       if (in_step) after.tokens -= n;
       slots.push_back(slot);
       to.insert(to.end(), in_step ? layers : 1, after);
@@ -110,8 +108,7 @@ struct RawWorld {
     call.num_layers = layers;
     call.layer = layer;
     call.num_kv_heads = kv_heads;
-    call.chunk = {k.data(), v.data(), has_significance ? significance.data() : nullptr,
-                  stride,   dtype,    n};
+    call.chunk = chunk;
     call.fault = &fault;
     const int32_t pieces = (n + kAppendTokens - 1) / kAppendTokens;
     emulate(sequences * kv_heads, std::min(pieces, 3), kAppendThreads,
@@ -291,7 +288,12 @@ void expect_attends(int32_t round) {
   const int32_t heads = w.kv_heads * group;
   for (int32_t i = 0; i < w.sequences; ++i) {
     for (int32_t h = 0; h < w.kv_heads; ++h) {
-      const RawTokens tokens(w.rows, w.host_raw(i), at[i], nullptr);
+      const uint8_t* const held = w.host_raw(i) + int64_t{h} * w.rows.raw.row_bytes;
+      const auto read = [&](Component c, int32_t p, std::vector<float>* to) {
+        uint16_t token[kHeadDim];
+        read_raw(w.rows, held, c, p, token);
+        std::transform(token, token + kHeadDim, to->begin(), half_to_float);
+      };
       for (int32_t j = 0; j < q_len; ++j) {
         const int32_t position = at[i].tokens - q_len + j;
         std::vector<float> k(kHeadDim), v(kHeadDim);
@@ -303,8 +305,8 @@ void expect_attends(int32_t round) {
           for (int32_t p = 0; p <= position; ++p) {
             const bool raw = p < sink_count(w.laws, at[i]) || p >= ring_first(w.laws, at[i]);
             if (!raw) continue;
-            tokens.read(Component::kKey, h, p, 1, k.data());
-            tokens.read(Component::kValue, h, p, 1, v.data());
+            read(Component::kKey, p, &k);
+            read(Component::kValue, p, &v);
             double dot = 0;
             for (int32_t d = 0; d < kHeadDim; ++d) {
               dot += double{raw_to_float(dtype, a.q[line * kHeadDim + d])} * double{k[d]};

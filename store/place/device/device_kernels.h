@@ -86,7 +86,7 @@ struct RawAppendCall : RawCall {
   int32_t added = 0;              // tokens that `to` does not count yet
   LayerTokens* counts = nullptr;  // [max_sequences][num_layers]
   int32_t num_layers = 0;
-  DeviceChunk chunk;
+  Chunk chunk;
   bool is_checked = false;  // the row format has checked the tokens that go into the body
 };
 

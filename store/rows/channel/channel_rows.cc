@@ -107,8 +107,8 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>&
       const int32_t skip = most(0, config_.sink_tokens - from);
       for (const Component c : {Component::kKey, Component::kValue}) {
         float* to = x[static_cast<int32_t>(c)].data();
-        work.tokens->read(c, i / count, from + skip, layout_.tokens - skip,
-                          to + int64_t{skip} * dim);
+        work.tokens[i / count].read(c, from + skip, layout_.tokens - skip,
+                                    to + int64_t{skip} * dim);
         for (int32_t t = 0; t < skip; ++t) {
           std::copy_n(to + int64_t{skip} * dim, dim, to + int64_t{t} * dim);
         }

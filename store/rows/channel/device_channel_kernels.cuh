@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kChannelThreads)
 // fp16 of a place of a block, whose first position is given. Places of sinks hold the first body
 // token; what is not finite is 0.
 struct BlockTokens {
-  DeviceTokens tokens;
+  RawTokens tokens;
   int32_t first, sinks;
 
   __device__ __forceinline__ uint16_t half_at(Component c, int32_t place, int32_t dim) const {
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   const ChannelEntry e = {{0, r.slot, r.layer}, r.is_raw, {}};
   const int32_t tokens = r.body.layout.tokens;
   const uint8_t* block = channel_block(r.view, r.body, e, kv_head, position / tokens);
-  uint8_t* raw = r.view.slots.raw(r.slot, r.layer) + int64_t{kv_head} * r.view.raw.row_bytes;
+  uint8_t* raw = r.view.raw_row(r.slot, r.layer, kv_head);
   for (const Component c : {Component::kKey, Component::kValue}) {
     const float x = block_value(r, block, c, position % tokens, dim);
     if (r.k != nullptr) {

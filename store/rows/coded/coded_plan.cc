@@ -163,22 +163,22 @@ void CodedRows::gather(const BodyWork& work, int32_t kv_head, int32_t block, Cod
       read_raw_tiles(c, waited, dim, bytes + kBlockTokens, x);
       std::memcpy(out->importance.data(), bytes, waited);
     }
-    work.tokens->read(c, kv_head, out->first + waited, out->count - waited,
-                      x + int64_t{waited} * dim);
+    work.tokens[kv_head].read(c, out->first + waited, out->count - waited,
+                              x + int64_t{waited} * dim);
   }
   if (is_raw_layer(work.layer.layer)) return;
   for (int32_t p = out->first + waited; p < end;) {
     const int32_t next = least(end, (p / kTileTokens + 1) * kTileTokens);
-    decide(*work.tokens, kv_head, {p, next}, state, out);
+    decide(work.tokens[kv_head], {p, next}, state, out);
     p = next;
   }
 }
 
-void CodedRows::decide(const RawTokens& tokens, int32_t kv_head, Positions range,
-                       CodedRowState* state, BlockTokens* out) const {
+void CodedRows::decide(const RawTokens& tokens, Positions range, CodedRowState* state,
+                       BlockTokens* out) const {
   Importance known[kTileTokens];
   for (int32_t p = range.first; p < range.end; ++p) {
-    Importance& of = known[p - range.first] = tokens.importance(kv_head, p);
+    Importance& of = known[p - range.first] = tokens.importance(p);
     if (is_averaged(of)) state->mean.add(log_mean_of(of.value));
   }
   for (int32_t p = range.first; p < range.end; ++p) {

@@ -134,7 +134,7 @@ class CodedRows final : public RowFormat {
   // tokens, about which decide() decides.
   void gather(const BodyWork& work, int32_t kv_head, int32_t block, CodedRowState* state,
               BlockTokens* out) const;
-  void decide(const RawTokens& tokens, int32_t kv_head, Positions range, CodedRowState* state,
+  void decide(const RawTokens& tokens, Positions range, CodedRowState* state,
               BlockTokens* out) const;
   Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
   // Codes that a block has already go before those of its new tokens.

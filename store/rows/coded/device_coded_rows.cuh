@@ -115,11 +115,10 @@ struct RestoreTokens {
   __device__ void operator()(uint8_t*) const {
     const int32_t heads = device.heads(), dims = device.shape.head_dim;
     const int32_t all = from.range.count() * heads * dims;
-    uint8_t* const rows = device.view.slots.raw(from.slot, from.layer);
     const RawLayout& raw = device.view.raw;
     for (int32_t i = thread_of_grid(); i < all; i += threads_of_grid()) {
       const int32_t p = from.range.first + i / (heads * dims), h = i / dims % heads, d = i % dims;
-      uint8_t* const row = rows + int64_t{h} * raw.row_bytes;
+      uint8_t* const row = device.view.raw_row(from.slot, from.layer, h);
       for (const Component c : {Component::kKey, Component::kValue}) {
         *reinterpret_cast<uint16_t*>(row + raw.ring_byte(c, p, d)) = from.of(c)[i];
       }

@@ -18,22 +18,16 @@ TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Compone
   return *reinterpret_cast<const uint16_t*>(tiles + raw_tile_byte(head_dim, c, t, d));
 }
 
-// As RawTokens::importance().
+// A significance that is a fault counts as 0.
 TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell, int32_t kv_head,
                                       int32_t position) {
-  const int32_t held = call.works.from[cell.entry].tokens;
-  if (position >= held) {
-    const DeviceChunk& chunk = call.works.chunk;
-    if (chunk.significance == nullptr) return {};
-    const int64_t i = cell.entry / call.works.num_layers;
-    const float x =
-        chunk.significance[(i * call.heads() + kv_head) * chunk.stride + position - held];
-    return chunk_importance(held, is_finite(x) && x > 0 ? x : 0.0f);
-  }
-  const RawLayout& raw = call.device.view.raw;
-  const uint8_t* row =
-      call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes;
-  return ring_importance(*reinterpret_cast<const RawScore*>(row + raw.score_byte(position)));
+  const DeviceStoreView& view = call.device.view;
+  const RawTokens tokens = raw_tokens(view.raw, view.raw_row(cell.slot, cell.layer, kv_head),
+                                      call.works.from[cell.entry].tokens, call.works.chunk,
+                                      {cell.entry / call.works.num_layers, kv_head, call.heads()});
+  Importance known = tokens.importance(position);
+  if (!is_finite(known.value) || known.value < 0) known.value = 0;
+  return known;
 }
 
 // The positions of a cell about which nothing is decided yet.
@@ -98,8 +92,7 @@ struct GatherTokens : CallWork {
     }
     if (ring_first < apart) {
       const RawLayout& raw = call.device.view.raw;
-      const uint8_t* const ring =
-          call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes;
+      const uint8_t* const ring = call.device.view.raw_row(cell.slot, cell.layer, kv_head);
       copy_tiles(row, at.first, {ring_first, apart}, 0,
                  [&](Component c, int32_t p) { return ring + raw.ring_byte(c, p, 0); });
     }
@@ -180,7 +173,7 @@ struct GatherTokens : CallWork {
   // Returns the largest magnitude of what the thread copied.
   __device__ int32_t copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
                                 uint16_t* to) const {
-    const DeviceChunk& chunk = call.works.chunk;
+    const Chunk& chunk = call.works.chunk;
     const int64_t i = cell.entry / call.works.num_layers;
     constexpr int32_t kLoads = 4;  // in flight
     const auto thread = static_cast<int32_t>(threadIdx.x);

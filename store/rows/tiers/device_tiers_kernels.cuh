@@ -164,7 +164,7 @@ __device__ __forceinline__ LogMean mean_of_lane(const LogMean& mean, int32_t lan
 
 // The positions of a row that leave, and what decides about them.
 struct LeavingRow {
-  DeviceTokens tokens;
+  RawTokens tokens;
   Alphas alphas;
   uint8_t* map;
   int32_t first, end;
@@ -342,7 +342,7 @@ struct RawToken {
 template <int32_t kDim>
 __device__ __forceinline__ void load_raw_token(const TiersCall& c, const TiersPlace& at,
                                                int32_t entry, int32_t position, RawToken* token) {
-  const DeviceTokens tokens = device_tokens(c.view, c.works, entry, at.kv_head);
+  const RawTokens tokens = device_tokens(c.view, c.works, entry, at.kv_head);
   const bool is_held = position < tokens.held;
   const int32_t in_ring = position % tokens.layout.ring_tokens;
   const int64_t in_chunk = (position - tokens.held) * tokens.token_stride;

@@ -83,7 +83,7 @@ __device__ __forceinline__ void find_positions(const TiersCall& c, const TiersPl
 
 // Rows of a tile as fp16; those without a token are 0.
 template <int32_t kDim>
-__device__ __forceinline__ void load_tile_rows(const DeviceTokens& tokens, Component part,
+__device__ __forceinline__ void load_tile_rows(const RawTokens& tokens, Component part,
                                                const int32_t* positions, int32_t count,
                                                uint8_t* rows) {
   constexpr int32_t kPieces = kDim / 8;
@@ -119,8 +119,7 @@ __device__ __forceinline__ bool write_whole_tile(const TiersCall& c, const Tiers
                                                  uint8_t* shared) {
   auto* table = reinterpret_cast<ChannelPair*>(shared);
   uint8_t* rows = shared + kTableBytes<kDim>;
-  const DeviceTokens tokens =
-      device_tokens(c.view, c.works, t.row / c.view.num_kv_heads, at.kv_head);
+  const RawTokens tokens = device_tokens(c.view, c.works, t.row / c.view.num_kv_heads, at.kv_head);
   load_tile_rows<kDim>(tokens, part, positions, t.end - t.first, rows);
   const bool is_key = part == Component::kKey;
   const Rotation& rotation = c.codes.rotation[at.has_basis() ? static_cast<int32_t>(part) : 2];

@@ -182,7 +182,7 @@ Status TiersRows::encode(const BodyWork& work, int32_t kv_head, RowDraft* draft)
     for (const Component c : {Component::kKey, Component::kValue}) {
       std::vector<float>& to = x[static_cast<int32_t>(c)];
       to.resize(int64_t{count} * dim);
-      work.tokens->read(c, kv_head, draft->position + at, count, to.data());
+      work.tokens[kv_head].read(c, draft->position + at, count, to.data());
       const Basis* rotated = basis(c, layer, kv_head);
       if (rotated != nullptr) rotated->apply(to.data(), count);
     }
@@ -217,7 +217,7 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan(const std::vector<BodyWork>& w
       RowDraft draft = draft_behind(row_state(work.layer, h), first);
       const Alphas& alphas = row_class(work.layer.layer, h).alphas;
       for (int32_t p = first; p < work.body_end; ++p) {
-        const BodyTier tier = decide_tier(alphas, work.tokens->importance(h, p), p, &draft.row);
+        const BodyTier tier = decide_tier(alphas, work.tokens[h].importance(p), p, &draft.row);
         if (is_kept(tier)) ++draft.row.tokens[side_of(tier)];
         draft.tiers.push_back(tier);
       }

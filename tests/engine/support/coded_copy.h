@@ -150,11 +150,11 @@ struct Call {
           const int64_t at = ((i * chunk + t) * heads + h) * dim;
           if (p < config.sink_tokens) continue;
           std::vector<float> x(dim);
-          work.tokens->read(Component::kKey, h, p, 1, x.data());
+          work.tokens[h].read(Component::kKey, p, 1, x.data());
           std::transform(x.begin(), x.end(), k.begin() + at, float_to_half);
-          work.tokens->read(Component::kValue, h, p, 1, x.data());
+          work.tokens[h].read(Component::kValue, p, 1, x.data());
           std::transform(x.begin(), x.end(), v.begin() + at, float_to_half);
-          const Importance importance = work.tokens->importance(h, p);
+          const Importance importance = work.tokens[h].importance(p);
           significance[(i * heads + h) * chunk + t] = importance.value;
           known |= importance.kind != ImportanceKind::kUnknown;
         }
