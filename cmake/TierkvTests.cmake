@@ -38,7 +38,7 @@ endfunction()
 function(tierkv_emulated folder)
   set_source_files_properties(${ARGN} PROPERTIES
     INCLUDE_DIRECTORIES ${CMAKE_CURRENT_SOURCE_DIR}/support/emulator/${folder}
-    COMPILE_OPTIONS "-Wno-unknown-pragmas;-fno-strict-aliasing"
+    COMPILE_OPTIONS "-Wno-unknown-pragmas;-fno-strict-aliasing;-U_FORTIFY_SOURCE"
     SKIP_PRECOMPILE_HEADERS ON)
 endfunction()
 

@@ -117,10 +117,7 @@ namespace emulator {
 // What the lane `source` shows.
 template <class T>
 T from_lane(T x, int32_t source) {
-  constexpr size_t kWords = (sizeof(T) + 3) / 4;
-  std::vector<uint32_t> words(kWords);
-  std::memcpy(words.data(), &x, sizeof(T));
-  return cta().exchange(words, [&](Warp& w) {
+  return cta().exchange(x, [&](Warp& w) {
     std::memcpy(&x, w.words[source], sizeof(T));
     return x;
   });
@@ -128,7 +125,7 @@ T from_lane(T x, int32_t source) {
 // All lanes' values, from the first on.
 template <class T, class Combine>
 T reduce_lanes(T x, const Combine& combine) {
-  return cta().exchange({static_cast<uint32_t>(x)}, [&](Warp& w) {
+  return cta().exchange(static_cast<uint32_t>(x), [&](Warp& w) {
     auto all = static_cast<T>(w.words[0][0]);
     for (int32_t i = 1; i < kLanes; ++i) all = combine(all, static_cast<T>(w.words[i][0]));
     return all;
@@ -165,14 +162,14 @@ inline bool __all_sync(uint32_t, bool x) {
   return emulator::reduce_lanes<uint32_t>(x, [](uint32_t a, uint32_t b) { return a & b; }) != 0;
 }
 inline uint32_t __ballot_sync(uint32_t, bool x) {
-  return emulator::cta().exchange({x}, [](emulator::Warp& w) {
+  return emulator::cta().exchange(uint32_t{x}, [](emulator::Warp& w) {
     uint32_t bits = 0;
     for (int32_t i = 0; i < emulator::kLanes; ++i) bits |= w.words[i][0] << i;
     return bits;
   });
 }
 inline bool __any_sync(uint32_t, bool x) {
-  return emulator::cta().exchange({x}, [](emulator::Warp& w) {
+  return emulator::cta().exchange(uint32_t{x}, [](emulator::Warp& w) {
     return std::any_of(w.words, w.words + emulator::kLanes, [](auto& lane) { return lane[0]; });
   });
 }
@@ -191,6 +188,11 @@ inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
 inline int32_t atomicMin(int32_t* p, int32_t x) {
   const int32_t old = *p;
   *p = std::min(old, x);
+  return old;
+}
+inline int32_t atomicMax(int32_t* p, int32_t x) {
+  const int32_t old = *p;
+  *p = std::max(old, x);
   return old;
 }
 inline int32_t atomicCAS(int32_t* p, int32_t expected, int32_t x) {

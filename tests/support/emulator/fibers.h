@@ -8,9 +8,13 @@
 // run.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -32,7 +36,7 @@ struct Barrier {
 // What the lanes of a warp show each other in one instruction.
 struct Warp {
   Barrier barrier{kLanes};
-  uint32_t words[kLanes][8];
+  uint32_t words[kLanes][12];
 };
 
 class Cta {
@@ -52,14 +56,17 @@ class Cta {
     while (static_cast<int32_t>(fibers_.size()) < threads) {
       fibers_.push_back(std::make_unique<Fiber>());
     }
-    for (int32_t i = 0; i < threads; ++i) begin_fiber(*fibers_[i]);
+    for (int32_t i = 0; i < threads; ++i) fibers_[i]->done = false;
     for (int32_t left = threads; left > 0;) {
-      for (int32_t i = 0; i < threads; ++i) {
-        if (fibers_[i]->done) continue;
-        index_.x = i;
-        swapcontext(&scheduler_, &fibers_[i]->context);
-        if (fibers_[i]->done) --left;
+      bool has_run = false;
+      for (index_.x = 0; index_.x < threads; ++index_.x) {
+        Fiber& fiber = *fibers_[index_.x];
+        if (fiber.done || fiber.waits_for_others()) continue;
+        resume(fiber);
+        has_run = true;
+        if (fiber.done) --left;
       }
+      if (!has_run) refuse("threads wait at a barrier that others never reach");
     }
   }
 
@@ -69,15 +76,15 @@ class Cta {
   const Index& grid() const { return grid_; }
   int32_t lane() const { return index_.x % kLanes; }
   Warp& warp() { return warps_[index_.x / kLanes]; }
-  void yield() { swapcontext(&fibers_[index_.x]->context, &scheduler_); }
   void sync_cta() { sync(barrier_); }
   void sync_warp() { sync(warp().barrier); }
 
   // Shows `mine` to the warp and calls read() when all lanes have done so.
-  template <class Read>
-  auto exchange(const std::vector<uint32_t>& mine, Read read) {
+  template <class T, class Read>
+  auto exchange(const T& mine, Read read) {
     Warp& w = warp();
-    for (size_t i = 0; i < mine.size(); ++i) w.words[lane()][i] = mine[i];
+    static_assert(sizeof(T) <= sizeof(w.words[0]));
+    std::memcpy(w.words[lane()], &mine, sizeof(T));
     sync_warp();
     auto result = read(w);
     sync_warp();
@@ -86,33 +93,54 @@ class Cta {
 
  private:
   struct Fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStackBytes);
+    jmp_buf at;
+    std::unique_ptr<char[]> stack;  // none before its first thread
+    const Barrier* barrier = nullptr;
+    int64_t generation = 0;
     bool done = false;
+
+    bool waits_for_others() const {
+      return barrier != nullptr && barrier->generation == generation;
+    }
   };
 
-  void begin_fiber(Fiber& fiber) {
-    fiber.done = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = &scheduler_;
-    makecontext(&fiber.context, &Cta::enter, 0);
+  [[noreturn]] static void refuse(const char* what) {
+    std::fprintf(stderr, "emulator: %s\n", what);
+    std::abort();
   }
 
+  // Jumps, because swapcontext() makes a system call each time.
+  void resume(Fiber& fiber) {
+    if (_setjmp(scheduler_) != 0) return;
+    if (fiber.stack) _longjmp(fiber.at, 1);
+    fiber.stack = std::make_unique<char[]>(kStackBytes);
+    ucontext_t first;
+    getcontext(&first);
+    first.uc_stack.ss_sp = fiber.stack.get();
+    first.uc_stack.ss_size = kStackBytes;
+    makecontext(&first, &Cta::enter, 0);
+    setcontext(&first);
+  }
+  void leave(Fiber& fiber) {
+    if (_setjmp(fiber.at) == 0) _longjmp(scheduler_, 1);
+  }
+  // A fiber runs one thread after another.
   static void enter();
 
   void sync(Barrier& barrier) {
-    const int64_t generation = barrier.generation;
     if (++barrier.arrived == barrier.expected) {
       barrier.arrived = 0;
       ++barrier.generation;
       return;
     }
-    while (barrier.generation == generation) yield();
+    Fiber& fiber = *fibers_[index_.x];
+    fiber.barrier = &barrier;
+    fiber.generation = barrier.generation;
+    leave(fiber);
+    fiber.barrier = nullptr;
   }
 
-  ucontext_t scheduler_;
+  jmp_buf scheduler_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Warp> warps_;
   Barrier barrier_;
@@ -126,8 +154,12 @@ inline Cta& cta() {
 }
 
 inline void Cta::enter() {
-  (*cta().thread_)();
-  cta().fibers_[cta().index_.x]->done = true;
+  for (;;) {
+    (*cta().thread_)();
+    Fiber& fiber = *cta().fibers_[cta().index_.x];
+    fiber.done = true;
+    cta().leave(fiber);
+  }
 }
 
 }  // namespace emulator

@@ -20,9 +20,9 @@ inline float emulated_sum(float d, const double* terms, int32_t count) {
   }
   if (largest == 0 || !std::isfinite(plain)) return static_cast<float>(plain);
   const double unit = std::ldexp(1.0, std::ilogb(largest) - 24), per_unit = 1 / unit;
-  double sum = std::trunc(d * per_unit);
-  for (int32_t k = 0; k < count; ++k) sum += std::trunc(terms[k] * per_unit);
-  sum *= unit;
+  auto units = static_cast<int64_t>(d * per_unit);
+  for (int32_t k = 0; k < count; ++k) units += static_cast<int64_t>(terms[k] * per_unit);
+  const double sum = static_cast<double>(units) * unit;
   const auto rounded = static_cast<float>(sum);
   return std::abs(double{rounded}) > std::abs(sum) ? std::nextafter(rounded, 0.0f) : rounded;
 }
@@ -32,15 +32,22 @@ template <class Decode>
 void emulated_mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Decode decode) {
   emulator::Cta& cta = emulator::cta();
   const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
-  cta.exchange({a[0], a[1], a[2], a[3], b0, b1}, [&](emulator::Warp& w) {
+  float mine[12];
+  for (int32_t i = 0; i < 8; ++i) mine[i] = decode(a[i / 2], i % 2);
+  for (int32_t i = 0; i < 4; ++i) mine[8 + i] = decode(i < 2 ? b0 : b1, i % 2);
+  cta.exchange(mine, [&](emulator::Warp& w) {
+    const auto shown = [&](int32_t lane, int32_t i) {
+      float x;
+      std::memcpy(&x, &w.words[lane][i], sizeof(x));
+      return double{x};
+    };
     for (int32_t i = 0; i < 4; ++i) {
       const int32_t row = g + 8 * (i / 2), column = 2 * t + i % 2;
       double terms[16];
       for (int32_t k = 0; k < 16; ++k) {
-        const int32_t a_lane = row % 8 * 4 + k % 8 / 2, a_word = row / 8 + 2 * (k / 8);
-        const int32_t b_lane = column * 4 + k % 8 / 2, b_word = 4 + k / 8;
-        terms[k] =
-            double{decode(w.words[a_lane][a_word], k % 2)} * decode(w.words[b_lane][b_word], k % 2);
+        const int32_t of_row = k % 8 / 2, half = k / 8;
+        terms[k] = shown(row % 8 * 4 + of_row, 2 * (row / 8 + 2 * half) + k % 2) *
+                   shown(column * 4 + of_row, 8 + 2 * half + k % 2);
       }
       d[i] = emulated_sum(emulated_sum(d[i], terms, 8), terms + 8, 8);
     }
@@ -62,7 +69,7 @@ inline void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
 inline uint32_t transpose_8x8(uint32_t x) {
   emulator::Cta& cta = emulator::cta();
   const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
-  return cta.exchange({x}, [&](emulator::Warp& w) {
+  return cta.exchange(x, [&](emulator::Warp& w) {
     const uint32_t low = w.words[8 * t + g / 2][0], high = w.words[8 * t + 4 + g / 2][0];
     return (low >> 16 * (g % 2) & 0xffffu) | (high >> 16 * (g % 2) & 0xffffu) << 16;
   });
@@ -71,16 +78,14 @@ inline uint32_t transpose_8x8(uint32_t x) {
 // read(x, matrix, row): from the addresses that the lanes gave of the matrices' rows.
 template <class Read>
 void read_matrices(const void* row, Read read) {
-  const auto address = reinterpret_cast<uint64_t>(row);
-  emulator::cta().exchange(
-      {static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)},
-      [&](emulator::Warp& w) {
-        read([&](int32_t matrix, int32_t of_matrix) {
-          const uint32_t* words = w.words[8 * matrix + of_matrix];
-          return reinterpret_cast<const uint8_t*>(words[0] | static_cast<uint64_t>(words[1]) << 32);
-        });
-        return 0;
-      });
+  emulator::cta().exchange(row, [&](emulator::Warp& w) {
+    read([&](int32_t matrix, int32_t of_matrix) {
+      const uint8_t* address;
+      std::memcpy(&address, w.words[8 * matrix + of_matrix], sizeof(address));
+      return address;
+    });
+    return 0;
+  });
 }
 inline void load_matrices(uint32_t (&x)[4], const void* row) {
   const int32_t g = emulator::cta().lane() / 4, t = emulator::cta().lane() % 4;
