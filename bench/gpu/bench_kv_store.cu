@@ -4,7 +4,8 @@
 //   bench_kv_store [--out FILE] [--commit HASH] [--only coded|tiers|fp16|transfers] [--replays N]
 //
 // A step of 64 sequences of 4096 tokens in one CUDA graph, and of it begin() and attention alone; a
-// prompt of 8192 tokens, a layer at a time, alone and with its queries; fork and truncate; export
+// prompt of 8192 tokens, a layer at a time, alone and with its queries; attention of 512 queries to
+// one; fork and truncate; export
 // and import, and beside them one pinned copy of the same bytes. Keys and values are random.
 #include <chrono>
 #include <cstring>
@@ -19,7 +20,7 @@ namespace tierkv::bench {
 namespace {
 
 constexpr int32_t kLayers = 32, kKvHeads = 8, kQHeads = 32, kDim = 128;
-constexpr int32_t kSequences = 64, kTokens = 4096, kPrompt = 8192;
+constexpr int32_t kSequences = 64, kTokens = 4096, kPrompt = 8192, kTurn = 512;
 constexpr int64_t kTokenElements = int64_t{kKvHeads} * kDim;
 
 // Queries of one size in all channels, keys without means.
@@ -80,7 +81,7 @@ class Cache {
     const int64_t most = std::max<int64_t>(int64_t{kPrompt}, sequences) * kTokenElements;
     k = allocate(most), v = allocate(most);
     const int64_t queries = std::max<int64_t>(int64_t{kPrompt}, sequences) * kQHeads * kDim;
-    q = allocate(queries), out = allocate(int64_t{sequences} * kQHeads * kDim);
+    q = allocate(queries), out = allocate(std::max(sequences, kTurn) * int64_t{kQHeads} * kDim);
     fill_elements<<<1024, 256>>>(k, most, 2, true);
     fill_elements<<<1024, 256>>>(v, most, 3, true);
     fill_elements<<<1024, 256>>>(q, queries, 4, true);
@@ -112,9 +113,10 @@ class Cache {
     if (query_stride > 0) call.q = q, call.query_stride = query_stride;
     require(store->append(call));
   }
-  void attend(SequenceList list, int32_t layer, bool counts = false) {
+  void attend(SequenceList list, int32_t layer, bool counts = false, int32_t q_len = 1) {
     LayerAttend call;
     call.sequences = list;
+    call.q_len = q_len;
     call.layer = layer;
     call.q = q;
     call.out = out;
@@ -348,10 +350,22 @@ void run_transfers(Bench* bench, const std::string& format) {
   cudaFreeHost(pinned);
 }
 
+// The queries of a turn, over tokens that the store decodes for them.
+void run_turns(Bench* bench, const std::string& format, Cache* cache, SequenceId id) {
+  std::vector<double> us;
+  for (int i = 0; i < bench->replays(); ++i) {
+    us.push_back(microseconds(bench->stream(), [&] { cache->attend({&id, 1}, 0, false, kTurn); }));
+  }
+  bench->add({"attend, 512 queries of a sequence, " + format, "8192 tokens",
+              kPrompt * kTokenElements * 4, 0, timing_of(us)});
+  require(cache->store->take_status());
+}
+
 void run_prompts(Bench* bench, const std::string& format) {
   Cache cache(make_config(format, 2, kPrompt + 64), 2, bench->stream());
-  cache.add(kPrompt);  // codebooks, where there are any
+  const SequenceId first = cache.add(kPrompt);  // codebooks, where there are any
   require(cache.store->take_status());
+  run_turns(bench, format, &cache, first);
   for (const int32_t query_stride : {0, 16}) {
     if (query_stride > 0 && format == "fp16") continue;  // it has no use for significances
     std::vector<double> us;

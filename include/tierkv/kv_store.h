@@ -140,12 +140,12 @@ struct LayerAppend {
 struct LayerAttend {
   SequenceList sequences;
   int32_t layer = 0;
-  int32_t q_len = 1;        // queries of each sequence, oldest first; on a device at most 8
+  int32_t q_len = 1;        // queries of each sequence, oldest first
   const void* q = nullptr;  // [count, q_len, num_q_heads, head_dim] of dtype
   void* out = nullptr;      // like q
   float* lse = nullptr;     // [count, q_len, num_q_heads], natural logarithm; may be null
   // [q_len, count, num_kv_heads, stride]: the largest probability that a query head of the group
-  // gave each position; 0 for tokens that the query does not see or that were pruned. May be null.
+  // gave each position; 0 where the query sees no token or one that was pruned. May be null.
   float* probabilities = nullptr;
   int64_t stride = 0;             // of probabilities, at least the tokens of each sequence
   DType dtype = DType::kFloat16;  // of q and out: fp16 or bfloat16
@@ -206,9 +206,10 @@ class TKV_API KvStore final {
   // refuses a step of sequences whose layers differ (a chunk was given up), and a step of
   // CodedFormat before a layer has its means and codebooks (store/ENGINE.md).
   //
-  // k, v, q and out are aligned to 16 bytes. kUnsupported names what is not here yet:
-  // LayerAttend::probabilities, q_len beyond kMaxStepTokens, several queries right behind a
-  // truncation that ends in the body, groups of more than 16 q heads.
+  // k, v, q and out are aligned to 16 bytes. attend() is slower with more than kMaxStepTokens
+  // queries of a sequence, with probabilities, and where a truncation has left tokens of several
+  // queries in the body: it then decodes the tokens that they see, in memory out of the stream's
+  // pool (kOutOfMemory), and cannot be captured. kUnsupported for groups of more than 16 q heads.
   static Result<std::unique_ptr<KvStore>> create_device(const StoreConfig& config,
                                                         GpuStream stream);
   ~KvStore();

@@ -102,7 +102,8 @@ void HostPlace::attend_row(const LayerAttend& call, const LayerMove& move, int64
     }
     if (call.probabilities != nullptr) {
       const int64_t to = (j * int64_t{call.sequences.count} + entry) * shape.num_kv_heads + kv_head;
-      std::copy(largest.begin(), largest.end(), call.probabilities + to * call.stride);
+      float* const line = call.probabilities + to * call.stride;
+      std::fill(std::copy(largest.begin(), largest.end(), line), line + call.stride, 0.0f);
     }
     if (call.count_query) count_query(move, kv_head, position, largest);
   }

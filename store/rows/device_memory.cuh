@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device memory that a row format takes once and gives back when it goes.
+// Device memory of a store: what it takes once and gives back when it goes, and what calls need
+// for a while.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "gpu/cuda_device.cuh"
@@ -60,6 +63,35 @@ class DeviceMemory {
  private:
   const char* what_;
   std::vector<void*> taken_;
+  int64_t bytes_ = 0;
+};
+
+// Memory out of a stream's pool. It is kept from call to call, because a pool gives memory back to
+// the device whenever somebody waits.
+class PoolMemory {
+ public:
+  // What it holds is not defined. Earlier calls of the stream may still use what was reserved
+  // before. kOutOfMemory for `what`, kCuda.
+  Status reserve(int64_t bytes, cudaStream_t stream, const char* what) {
+    if (bytes <= bytes_) return Status::ok();
+    memory_.reset();
+    bytes_ = 0;
+    void* memory = nullptr;
+    const cudaError_t error = cudaMallocAsync(&memory, static_cast<size_t>(bytes), stream);
+    if (error == cudaErrorMemoryAllocation) {
+      static_cast<void>(cudaGetLastError());
+      return Status(StatusCode::kOutOfMemory, std::string(what) + ": no device memory");
+    }
+    if (Status s = cuda_status(error, what); !s) return s;
+    memory_.reset(memory, [stream](void* p) { cudaFreeAsync(p, stream); });
+    bytes_ = bytes;
+    return Status::ok();
+  }
+  // Aligned to 256 bytes.
+  uint8_t* get() const { return static_cast<uint8_t*>(memory_.get()); }
+
+ private:
+  std::shared_ptr<void> memory_;
   int64_t bytes_ = 0;
 };
 

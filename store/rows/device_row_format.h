@@ -137,6 +137,10 @@ struct DeviceRead {
   DType dtype = DType::kFloat16;  // or kBFloat16
   uint16_t* k = nullptr;          // device [range, num_kv_heads, head_dim]
   uint16_t* v = nullptr;
+  // Device, 1 for a token of kv_head h that was pruned, whose keys and values are zeros: at h *
+  // pruned_stride + its place in the range. Others are not written. Null: nobody asks.
+  uint8_t* pruned = nullptr;
+  int64_t pruned_stride = 0;
 
   TKV_HD uint16_t* of(Component c) const { return c == Component::kKey ? k : v; }
 };

@@ -6,6 +6,7 @@
 
 #include <functional>
 
+#include "store/place/device/device_attention.cu"
 #include "store/place/device/device_pages.cu"
 #include "store/place/device/device_place.cu"
 #include "store/place/device/device_setup.cu"
@@ -113,6 +114,12 @@ TEST_F(EmulatedDeviceStore, TakesQueries) {
 TEST_F(EmulatedDeviceStore, TiersCountQueries) {
   KvTwins t(twin_config({.format = TiersFormat{}}), &rng_);
   expect_counted(&t, 150);
+}
+TEST_F(EmulatedDeviceStore, ManyQueriesCount) {
+  TiersFormat format;
+  format.classes[0].alpha_low = 0.4;
+  KvTwins t(twin_config({.format = format}), &rng_);
+  expect_many_counted(&t, 150, t.pick(9, 100));
 }
 // Codebooks are there, so the device decodes what comes in.
 TEST_F(EmulatedDeviceStore, RefusesHostileBodies) {

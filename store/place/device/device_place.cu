@@ -10,24 +10,12 @@
 #include "gpu/launch.cuh"
 #include "store/engine/sequence_name.h"
 #include "store/place/device/raw_append_kernel.cuh"
-#include "store/place/device/raw_attend_kernel.cuh"
 
 namespace tierkv::store {
 namespace {
 
-bool is_aligned(const void* p, uintptr_t bytes) {
-  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
-}
-
 Status unsupported(const char* what) {
   return Status(StatusCode::kUnsupported, std::string(what) + ", in a store on a device");
-}
-
-// The slots of moves, `step` moves a sequence.
-std::vector<int32_t> slots_of(const LayerMoves& moves, int32_t step) {
-  std::vector<int32_t> slots;
-  for (size_t i = 0; i < moves.size(); i += step) slots.push_back(moves[i].slot);
-  return slots;
 }
 
 }  // namespace
@@ -110,17 +98,6 @@ Status DevicePlace::compress(const LayerMoves& moves, int32_t tokens) {
   return s;
 }
 
-template <class Call>
-Call DevicePlace::raw_call(int32_t layer) const {
-  Call raw;
-  static_cast<RawRows&>(raw) = view_;
-  raw.memory = view_.slots;
-  raw.layer = layer;
-  raw.num_kv_heads = config_.layout.num_kv_heads;
-  raw.fault = fault_;
-  return raw;
-}
-
 Status DevicePlace::append_raw(const RawAppendCall& call, int32_t count) {
   // Sinks and ring are a few pieces.
   const int32_t most_ctas = call.is_checked ? 16 : 65535;
@@ -136,26 +113,14 @@ Status DevicePlace::find_significance(const LayerAppend& call, size_t count,
   const int64_t lse = int64_t{layout.num_q_heads} * call.tokens;
   const int64_t of_sequence = int64_t{layout.num_kv_heads} * call.tokens;
   const int64_t values = static_cast<int64_t>(count) * of_sequence + lse;
-  if (values > num_scores_) {
-    scores_.reset();
-    num_scores_ = 0;
-    void* memory = nullptr;
-    const cudaError_t error = cudaMallocAsync(&memory, static_cast<size_t>(4 * values), stream_);
-    if (error == cudaErrorMemoryAllocation) {
-      static_cast<void>(cudaGetLastError());
-      return Status(StatusCode::kOutOfMemory, "q: no device memory for significances");
-    }
-    if (Status s = cuda_status(error, "q"); !s) return s;
-    scores_.reset(static_cast<float*>(memory),
-                  [stream = stream_](float* p) { cudaFreeAsync(p, stream); });
-    num_scores_ = values;
-  }
-  *significance = scores_.get();
-  float* const of_lse = scores_.get() + static_cast<int64_t>(count) * of_sequence;
+  if (Status s = scores_.reserve(4 * values, stream_, "q"); !s) return s;
+  auto* const scores = reinterpret_cast<float*>(scores_.get());
+  *significance = scores;
+  float* const of_lse = scores + static_cast<int64_t>(count) * of_sequence;
   for (size_t i = 0; i < count; ++i) {
     const SignificanceCall p = chunk_queries(layout, call, i);
     if (Status s = prompt_lse(p, of_lse, stream_); !s) return s.with_context("q");
-    float* const to = scores_.get() + static_cast<int64_t>(i) * of_sequence;
+    float* const to = scores + static_cast<int64_t>(i) * of_sequence;
     if (Status s = prompt_significance(p, of_lse, to, stream_); !s) return s.with_context("q");
   }
   return Status::ok();
@@ -216,86 +181,12 @@ Status DevicePlace::append_chunk(const LayerAppend& call, const LayerMoves& move
   return append_raw(raw, static_cast<int32_t>(moves.size()));
 }
 
-// What the format attends to; count 0: none of the sequences has a body.
-DeviceAttendBody DevicePlace::bodies_of(const LayerAttend& call, const LayerMoves& moves) {
-  bool has_bodies = book_.is_captured();
-  std::vector<int32_t> ends;
-  DeviceAttendBody body;
-  for (const LayerMove& m : moves) {
-    has_bodies |= body_count(layout_.laws, m.from) > 0;
-    body.most_tokens = most(body.most_tokens, m.from.tokens);
-    ends.push_back(m.from.body_end);
-  }
-  if (!has_bodies) return body;
-  if (book_.is_captured()) body.most_tokens = config_.max_tokens;
-  body.slots = batch().slots;
-  body.at = batch().at + int64_t{call.layer} * config_.max_sequences;
-  body.count = static_cast<int32_t>(moves.size());
-  body.layer = call.layer;
-  body.q_len = call.q_len;
-  body.q = call.q;
-  body.out = call.out;
-  body.dtype = call.dtype;
-  body.is_captured = book_.is_captured();
-  body.new_plan = !book_.plan(call.q_len, ends);
-  body.prior = {raw_lse_, call.sinks};
-  return body;
-}
-
-Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
-  if (call.q_len > kMaxStepTokens) return unsupported("q_len: more than kMaxStepTokens");
-  if (call.probabilities != nullptr) return unsupported("probabilities");
-  for (const LayerMove& m : moves) {
-    if (call.q_len > 1 && m.from.tokens - (call.q_len - 1) < m.from.body_end) {
-      return unsupported("q_len: a truncation left tokens of these queries in the body");
-    }
-  }
-  if (!is_aligned(call.q, 16) || !is_aligned(call.out, 16)) {
-    return Status(StatusCode::kInvalidArgument, "q or out is not aligned to 16 bytes");
-  }
-  if (Status s = enter("attend", true); !s) return s;
-  const Slots slots = slots_of(moves, 1);
-  if (!book_.has_at(slots, call.layer)) {
-    const Positions layers = {0, config_.layout.num_layers};
-    if (Status s = write_counts(CountLaw::kHeld, 0, slots, layers, false); !s) return s;
-    book_.wrote_held(slots);
-  }
-  DeviceAttendBody body = bodies_of(call, moves);
-  float* const lse = call.lse == nullptr && call.count_query ? whole_lse_ : call.lse;
-  body.lse = lse;
-  auto raw = raw_call<RawAttendCall>(call.layer);
-  raw.slots = batch().slots;
-  raw.at = batch().at + int64_t{call.layer} * config_.max_sequences;
-  raw.group = config_.layout.group_size();
-  raw.q_len = call.q_len;
-  raw.q = static_cast<const uint16_t*>(call.q);
-  raw.out = static_cast<uint16_t*>(call.out);
-  raw.lse = body.count > 0 ? raw_lse_ : lse;
-  raw.sinks = body.count > 0 ? nullptr : call.sinks;
-  if (call.count_query && raw.group * raw.q_len <= kRawColumns) raw.kept = kept_scores_;
-  raw.sm_scale = static_cast<float>(config_.layout.sm_scale);
-  raw.dtype = call.dtype;
-  const auto rows = static_cast<uint32_t>(moves.size() * raw.num_kv_heads);
-  const Status attended = with_head_dim(raw.raw.head_dim, [&](auto dim) -> Status {
-    if (Status s = launch_after_previous(raw_attend_kernel<dim>, rows, kAttendThreads,
-                                         sizeof(RawAttendShared<dim>), stream_, raw);
-        !s) {
-      return s;
-    }
-    if (body.count > 0) {
-      if (Status s = format_->attend(body); !s) return s;
-    }
-    if (!call.count_query) return Status::ok();
-    raw.lse = lse;
-    return launch_after_previous(raw_count_kernel<dim>, rows, kAttendThreads,
-                                 sizeof(RawCountShared), stream_, raw);
-  });
-  if (!attended) book_.forget();  // the plan may not have been made
-  return attended;
-}
-
 Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
   if (Status s = enter("decode_range", false); !s) return s;
+  return decode_tokens(range, move, nullptr);
+}
+
+Status DevicePlace::decode_tokens(const LayerRange& range, const LayerMove& move, uint8_t* pruned) {
   const auto [sinks, body, ring] = parts_of(layout_.laws, move.from, {range.first, range.end});
   auto raw = raw_call<RawReadCall>(move.layer);
   raw.slot = move.slot;
@@ -313,9 +204,11 @@ Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
     if (!s) return s;
   }
   if (body.count() <= 0) return Status::ok();
-  const int64_t at = int64_t{body.first - range.first} * raw.num_kv_heads * config_.layout.head_dim;
-  return format_->read(
-      {move.slot, move.layer, move.from.body_end, body, range.dtype, raw.k + at, raw.v + at});
+  const int32_t before = body.first - range.first;
+  const int64_t at = int64_t{before} * raw.num_kv_heads * config_.layout.head_dim;
+  return format_->read({move.slot, move.layer, move.from.body_end, body, range.dtype, raw.k + at,
+                        raw.v + at, pruned == nullptr ? nullptr : pruned + before,
+                        range.end - range.first});
 }
 
 Status DevicePlace::take_status() {

@@ -19,6 +19,18 @@
 
 namespace tierkv::store {
 
+struct DecodedAttendCall;  // decoded_attend_kernel.cuh
+
+inline bool is_aligned(const void* p, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+// The slots of moves, `step` moves a sequence.
+inline std::vector<int32_t> slots_of(const LayerMoves& moves, int32_t step) {
+  std::vector<int32_t> slots;
+  for (size_t i = 0; i < moves.size(); i += step) slots.push_back(moves[i].slot);
+  return slots;
+}
+
 class DevicePlace final : public Place {
  public:
   // kOutOfMemory, kCuda, kUnsupported for what the format lacks on a device. Waits.
@@ -72,13 +84,34 @@ class DevicePlace final : public Place {
   }
 
   template <class Call>
-  Call raw_call(int32_t layer) const;
+  Call raw_call(int32_t layer) const {
+    Call raw;
+    static_cast<RawRows&>(raw) = view_;
+    raw.memory = view_.slots;
+    raw.layer = layer;
+    raw.num_kv_heads = config_.layout.num_kv_heads;
+    raw.fault = fault_;
+    return raw;
+  }
   // Significances of a chunk that came with queries, [count, num_kv_heads, tokens].
   Status find_significance(const LayerAppend& call, size_t count, const float** significance);
   Status append_raw(const RawAppendCall& call, int32_t count);
   // What no begin() has compressed for.
   Status append_chunk(const LayerAppend& call, const LayerMoves& moves, RawAppendCall raw);
+
+  // The slots of the batch, and what the layers of an attend hold.
+  Status find_held(const LayerAttend& call, const LayerMoves& moves);
+  RawAttendCall raw_attend_call(const LayerAttend& call) const;
   DeviceAttendBody bodies_of(const LayerAttend& call, const LayerMoves& moves);
+  Status attend_step(const LayerAttend& call, const LayerMoves& moves);
+  Status attend_decoded(const LayerAttend& call, const LayerMoves& moves);
+  Status take_piece(const LayerAttend& call, int32_t tokens, DecodedAttendCall* taken);
+  template <class Launch>
+  Status each_piece(DecodedAttendCall call, const LayerMove& move, const Launch& launch);
+  Status attend_sequence(const DecodedAttendCall& call, const LayerMove& move);
+  Status count_sequence(const RawAttendCall& call);
+  // pruned: zeros, as DeviceRead has them; or null.
+  Status decode_tokens(const LayerRange& range, const LayerMove& move, uint8_t* pruned);
 
   DeviceWorks works_of(const LayerMoves& moves, Positions layers, int32_t tokens);
   Status compress_works(const DeviceWorks& works, const LayerMoves& moves);
@@ -151,10 +184,8 @@ class DevicePlace final : public Place {
   FreePages free_;
   BatchBook book_;
   Shortage shortage_;
-  // Significances, and log-sum-exps behind them, of prompts that bring queries. They are kept for
-  // the next one: a stream's pool gives memory back to the device whenever somebody waits.
-  std::shared_ptr<float> scores_;
-  int64_t num_scores_ = 0;
+  PoolMemory scores_;   // significances, and log-sum-exps behind them, of prompts with queries
+  PoolMemory decoded_;  // a piece of a sequence, and sums over it
   // Null until a sequence is exported or imported.
   std::unique_ptr<HostPlace> mirror_;
   std::unique_ptr<SequenceLink> link_;

@@ -95,7 +95,7 @@ struct RawWarp {
   }
   // The position of a query.
   __device__ __forceinline__ int32_t position_of(int32_t query) {
-    return r.at.tokens - c.q_len + query;
+    return r.at.tokens - c.newer - c.q_len + query;
   }
 
   // bfloat16 is brought into the range of fp16 by a power of two a column.
@@ -167,18 +167,21 @@ struct RawWarp {
 
   // Loads the sinks, which lie token by token; tokens behind the last are its copies.
   __device__ __forceinline__ void load_sinks(Component comp, uint32_t (&x)[kBlocks][4]) {
-    const auto half = [&](int32_t token, int32_t dim) -> uint32_t {
-      const int32_t at = c.raw.sink_byte(comp, least(token, r.sinks - 1), dim);
-      return *reinterpret_cast<const uint16_t*>(r.bytes + at);
+    const auto words = [&](int32_t token, int32_t dim) {
+      const int32_t at = c.raw.sink_byte(comp, least(token, r.sinks - 1), dim + 2 * t);
+      return *reinterpret_cast<const uint32_t*>(r.bytes + at);
     };
 #pragma unroll
     for (int32_t b = 0; b < kBlocks; ++b) {
 #pragma unroll
-      for (int32_t w = 0; w < 4; ++w) {
-        const int32_t row = g + 8 * (w % 2), column = 2 * t + 8 * (w / 2), dim = kDimBlock * b;
-        x[b][w] = comp == Component::kKey
-                      ? half(row, dim + column) | half(row, dim + column + 1) << 16
-                      : half(column, dim + row) | half(column + 1, dim + row) << 16;
+      for (int32_t half = 0; half < 2; ++half) {
+        const int32_t dim = kDimBlock * b + 8 * half;
+        const uint32_t low = words(g, dim), high = r.sinks > 8 ? words(g + 8, dim) : low;
+        if (comp == Component::kKey) {
+          x[b][2 * half] = low, x[b][2 * half + 1] = high;
+        } else {
+          x[b][half] = transpose_8x8(low), x[b][half + 2] = transpose_8x8(high);
+        }
       }
     }
   }
@@ -223,6 +226,22 @@ struct RawWarp {
     }
   }
 
+  // Adds 16 tokens with the logits of score_item(). values: as add_tile() takes them.
+  template <class Values>
+  __device__ __forceinline__ static void add_item(WarpColumns<kBlocks>& part, float (&s)[4],
+                                                  const Values& values) {
+    float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+    part.raise(top, kHeadroom);
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      s[i] = exp2_fast(s[i] - part.reference[i % 2]);
+      part.sum[i % 2] += s[i];
+    }
+    const uint32_t p[2] = {transpose_8x8(pack_halves(s[0], s[1])),
+                           transpose_8x8(pack_halves(s[2], s[3]))};
+    part.add_tile(values, p);
+  }
+
   // The first item of this warp; its others are kAttendWarps on.
   __device__ __forceinline__ int32_t first_item() const {
     return warp - (r.sinks > 0 ? 1 : 0);
@@ -243,22 +262,7 @@ struct RawAttend : RawWarp<kHeadDim> {
   using Base::c, Base::r, Base::warp, Base::kBlocks, Base::keeps, Base::kept_scores;
   using typename Base::Queries;
   static constexpr int32_t kJoinDims = 128, kSlices = slices_of(kHeadDim, kJoinDims);
-  using WarpPart = WarpColumns<kBlocks>;
   RawAttendShared<kHeadDim>& shared;
-
-  __device__ __forceinline__ static void add_item(WarpPart& part, float (&s)[4],
-                                                  const uint32_t (&v)[kBlocks][4]) {
-    float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
-    part.raise(top, kHeadroom);
-#pragma unroll
-    for (int32_t i = 0; i < 4; ++i) {
-      s[i] = exp2_fast(s[i] - part.reference[i % 2]);
-      part.sum[i % 2] += s[i];
-    }
-    const uint32_t p[2] = {transpose_8x8(pack_halves(s[0], s[1])),
-                           transpose_8x8(pack_halves(s[2], s[3]))};
-    part.add_tile(Base::fragments(v), p);
-  }
 
   // What the warps have of a round's columns.
   __device__ __forceinline__ void join_columns(int32_t first_column) {
@@ -278,7 +282,7 @@ struct RawAttend : RawWarp<kHeadDim> {
 
   __device__ __forceinline__ void attend_columns(int32_t first_column) {
     const Queries q = Base::load_queries(first_column);
-    WarpPart part;
+    WarpColumns<kBlocks> part;
     part.begin();
     for (int32_t item = Base::first_item(); item < r.ring_tiles; item += kAttendWarps) {
       uint32_t x[kBlocks][4];
@@ -289,13 +293,13 @@ struct RawAttend : RawWarp<kHeadDim> {
         Base::load_item(Component::kValue, item, v);
         Base::score_item(q, item, x, s);
         if (keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
-        add_item(part, s, v);
+        Base::add_item(part, s, Base::fragments(v));
       } else {
         Base::load_item(Component::kKey, item, x);
         Base::score_item(q, item, x, s);
         if (keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
         Base::load_item(Component::kValue, item, x);
-        add_item(part, s, x);
+        Base::add_item(part, s, Base::fragments(x));
       }
     }
     part.add_lanes();

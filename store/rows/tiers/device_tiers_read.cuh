@@ -115,6 +115,8 @@ __global__ void __launch_bounds__(kTiersThreads)
         rank_of(map, r.groups + int64_t{at.kv_head} * r.groups_of_row, 0, position, side);
     page = at.page(side, index);
     slot = index % page.layout->tokens;
+  } else if (r.pruned != nullptr && lane_index() == 0) {
+    r.pruned[at.kv_head * r.pruned_stride + i] = 1;
   }
 #pragma unroll 1
   for (int32_t part = 0; part < 2; ++part) {

@@ -225,6 +225,11 @@ TEST_P(KvStoreTwins, SmallCountQueries) {
   expect_counted(&twins, std::min(150, GetParam().longest - 20));
 }
 
+TEST_P(KvStoreTwins, SmallManyQueriesCount) {
+  KvTwins twins(twin_config(GetParam().choice), &rng_);
+  expect_many_counted(&twins, std::min(150, GetParam().longest - 20), twins.pick(9, 100));
+}
+
 TEST_P(KvStoreTwins, SmallTakeQueries) {
   for (const int32_t query_stride : {1, 16}) {
     KvTwins twins(twin_config(GetParam().choice), &rng_);
@@ -379,6 +384,27 @@ TEST_F(KvStorePages, CodedRunOut) {
   run_out(coded(64));
 }
 
+// Sequences of several pieces, which are decoded one after the other.
+TEST_F(KvStorePages, ManyQueriesOfLongSequences) {
+  for (const BodyFormat& format :
+       {BodyFormat{pruning()}, BodyFormat{CodedFormat{}}, BodyFormat{ChannelFormat{}}}) {
+    TwinChoice choice = with(format, 64, 2, 3);
+    choice.max_tokens = 9000;
+    choice.max_sequences = 2;
+    choice.num_layers = 1;
+    KvTwins twins(twin_config(choice), &rng_);
+    twins.add();
+    twins.add();
+    twins.extend({0}, twins.pick(4090, 4110));
+    twins.extend({1}, twins.pick(8190, 8990));
+    for (const int32_t q_len : {9, 50}) {
+      twins.attend({1, 0}, 0, q_len, twins.chance(0.5) ? DType::kFloat16 : DType::kBFloat16);
+    }
+    KvTwins::expect_ok(twins.device().take_status());
+    if (HasFatalFailure()) return;
+  }
+}
+
 // Usage of both is that of the same sequences.
 TEST_P(KvStoreTwins, SmallUsage) {
   KvTwins twins(twin_config(GetParam().choice), &rng_);
@@ -439,11 +465,13 @@ TEST(KvStoreFaults, SmallWhatADeviceLacksIsNamed) {
   a.sequences = {&twins.live()[0].device, 1};
   a.q_len = 9;
   a.q = a.out = reinterpret_cast<void*>(256);
-  EXPECT_EQ(twins.device().attend(a).code(), StatusCode::kUnsupported);
-  a.q_len = 1;
-  a.probabilities = reinterpret_cast<float*>(256);
-  a.stride = 700;
-  EXPECT_EQ(twins.device().attend(a).code(), StatusCode::kUnsupported);
+  ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  const Status captured = twins.device().attend(a);
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
+  cudaGraphDestroy(graph);
+  EXPECT_EQ(captured.code(), StatusCode::kUnsupported);
+  EXPECT_NE(captured.message().find("captured"), std::string::npos) << captured.message();
   choice.group = 17;
   const auto wide = KvStore::create_device(twin_config(choice), twins.stream());
   EXPECT_EQ(wide.status().code(), StatusCode::kUnsupported);

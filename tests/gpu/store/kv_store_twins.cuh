@@ -71,7 +71,6 @@ class KvTwins {
   struct Live {
     SequenceId host, device;
     int32_t tokens = 0;
-    int32_t cut_at = 0;  // where the last truncation ended; the body may end there
   };
 
   // Throws where a store is not made.
@@ -116,14 +115,13 @@ class KvTwins {
     const Result<SequenceId> b = device_->fork(live_[i].device);
     ASSERT_TRUE(a);
     ASSERT_TRUE(b) << b.status().message();
-    live_.push_back({*a, *b, live_[i].tokens, live_[i].cut_at});
+    live_.push_back({*a, *b, live_[i].tokens});
   }
   void truncate(size_t i, int32_t tokens) {
     ASSERT_TRUE(host_->truncate(live_[i].host, tokens));
     const Status s = device_->truncate(live_[i].device, tokens);
     ASSERT_TRUE(s) << s.message();
     live_[i].tokens = tokens;
-    live_[i].cut_at = tokens;
   }
 
   void leave_out_significances() { significant_ = 0; }
@@ -176,8 +174,11 @@ class KvTwins {
     }
     std::vector<float> lse(lines), sinks(l.num_q_heads);
     for (float& x : sinks) x = chance(0.3) ? -INFINITY : static_cast<float>(pick(-3, 3));
-    const bool has_sinks = chance(0.3);
+    const bool has_sinks = chance(0.3), has_probabilities = chance(0.3);
     LayerAttend a;
+    a.stride = config_.max_tokens;
+    std::vector<float> probabilities(who.size() * q_len * l.num_kv_heads * a.stride, -1.0f);
+    const std::vector<float> untouched = probabilities;
     a.layer = layer;
     a.q_len = q_len;
     a.dtype = dtype;
@@ -187,20 +188,23 @@ class KvTwins {
     a.out = out.data();
     a.lse = lse.data();
     a.sinks = has_sinks ? sinks.data() : nullptr;
+    a.probabilities = has_probabilities ? probabilities.data() : nullptr;
     expect_ok(host_->attend(a));
     a.sequences = ids.device_list();
     a.q = put(&q_, q);
     a.out = put(&out_, std::vector<uint16_t>(values, 0x7e00));
     a.lse = put(&lse_, std::vector<float>(lines, NAN));
     a.sinks = has_sinks ? put(&sinks_, sinks) : nullptr;
-    const Status on_device = device_->attend(a);
-    const bool any_cut = std::any_of(who.begin(), who.end(), [&](size_t i) {
-      return live_[i].tokens - (q_len - 1) < live_[i].cut_at;
-    });
-    if (q_len > 1 && any_cut && on_device.code() == StatusCode::kUnsupported) return;
-    expect_ok(on_device);
+    a.probabilities = has_probabilities ? put(&probabilities_, untouched) : nullptr;
+    expect_ok(device_->attend(a));
     ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
     expect_close(out, out_.read<uint16_t>(values), lse, lse_.read<float>(lines), dtype);
+    if (!has_probabilities) return;
+    const std::vector<float> found = probabilities_.read<float>(probabilities.size());
+    for (size_t i = 0; i < found.size(); ++i) {  // logits are as exact as the lse
+      ASSERT_NEAR(found[i], probabilities[i], 0.02f * std::fabs(probabilities[i]) + 1e-7f)
+          << "probability " << i << ", stride " << a.stride;
+    }
   }
 
   // Every open sequence has the same bytes in both.
@@ -375,7 +379,7 @@ class KvTwins {
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<KvStore> host_, device_;
   std::vector<Live> live_;
-  Buffer k_, v_, scores_, q_, out_, lse_, sinks_;
+  Buffer k_, v_, scores_, q_, out_, lse_, sinks_, probabilities_;
 };
 
 }  // namespace tierkv::testing

@@ -31,8 +31,9 @@ inline void random_call(KvTwins* t, int32_t longest, DType dtype) {
   for (const size_t i : who) most = std::max(most, live[i].tokens);
   const int32_t tokens = t->chance(0.7) ? t->pick(1, 8) : t->pick(9, longest / 2);
   if (kind < 14 && most + tokens <= longest) return t->extend(who, tokens);
-  std::erase_if(who, [&](size_t i) { return live[i].tokens < 8; });
-  if (!who.empty()) t->attend(who, layer, t->pick(1, 8), dtype);
+  const int32_t q_len = t->chance(0.7) ? t->pick(1, 8) : t->pick(9, 40);
+  std::erase_if(who, [&](size_t i) { return live[i].tokens < q_len; });
+  if (!who.empty()) t->attend(who, layer, q_len, dtype);
 }
 
 // bfloats: attention and decoded tokens are bfloat16 half of the time.

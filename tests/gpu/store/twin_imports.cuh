@@ -38,7 +38,7 @@ inline void exchange(KvTwins* t, size_t i) {
   const auto b = t->device().import_sequence(from, bytes->size());
   ASSERT_TRUE(a) << a.status().message();
   ASSERT_TRUE(b) << b.status().message();
-  live.push_back({*a, *b, live[i].tokens, live[i].cut_at});
+  live.push_back({*a, *b, live[i].tokens});
 }
 
 // Bodies that are damaged inside chunks whose checksums are right: both stores say the same, and

@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <random>
 #include <vector>
 
 #include "tests/gpu/store/kv_store_twins.cuh"
+#include "tierkv/container.h"
 #include "tierkv/significance.h"
 
 namespace tierkv::testing {
@@ -35,6 +37,44 @@ inline void expect_counted(KvTwins* t, int32_t tokens) {
   }
   EXPECT_LE(others, 2 * t->device().config().layout.num_kv_heads);
   KvTwins::expect_ok(t->device().take_status());
+}
+
+// What an exported sequence says of its raw tokens, 4 bytes each: pairs of values, and what was
+// counted.
+inline std::vector<uint32_t> raw_words(const std::vector<uint8_t>& bytes) {
+  const auto reader = ContainerReader::from_bytes(bytes, "sequence");
+  std::vector<uint32_t> words;
+  for (size_t c = 0; c < reader->chunks().size(); ++c) {
+    if (reader->chunks()[c].key.kind != ChunkKind::kStoreRow) continue;
+    std::vector<uint8_t> payload;
+    EXPECT_TRUE(reader->read(static_cast<int64_t>(c), &payload));
+    words.resize(words.size() + payload.size() / 4);
+    std::memcpy(&*words.end() - payload.size() / 4, payload.data(), payload.size() / 4 * 4);
+  }
+  return words;
+}
+
+// More queries than a step has count: both stores then have the same sums, but for the rounding of
+// probabilities.
+inline void expect_many_counted(KvTwins* t, int32_t tokens, int32_t q_len) {
+  t->leave_out_significances();
+  t->add();
+  t->extend({0}, tokens);
+  const KvTwins::Live& one = t->live()[0];
+  const std::vector<uint32_t> before = raw_words(*t->device().export_sequence(one.device));
+  t->attend({0}, 0, q_len, DType::kFloat16, true);
+  const std::vector<uint32_t> a = raw_words(*t->host().export_sequence(one.host));
+  const std::vector<uint32_t> b = raw_words(*t->device().export_sequence(one.device));
+  KvTwins::expect_ok(t->device().take_status());
+  ASSERT_EQ(a.size(), b.size());
+  int32_t counted = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    counted += b[i] != before[i] ? 1 : 0;
+    if (a[i] == b[i]) continue;
+    const float x = bits_float(a[i]), y = bits_float(b[i]);
+    ASSERT_NEAR(x, y, 0.02f * std::fabs(x) + 1e-6f) << "word " << i;
+  }
+  EXPECT_GE(counted, 2 * std::min(tokens - 4, 50));  // sums and counts of one head at least
 }
 
 struct QueryBuffers {

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention over tokens of one sequence that the place has decoded to fp16: any number of queries,
+// each over the tokens up to its own, and their probabilities. Calls that the kernels of steps do
+// not take come here. A CTA has 64 columns (query, head of the group) of a kv_head, eight a warp,
+// and takes the tokens of a piece tile by tile through shared memory. Sums wait in memory between
+// pieces.
+//
+// Bound: shared memory, 512 bytes for a product of 16 tokens, 16 dims and 8 columns.
+#pragma once
+
+#include "store/place/device/raw_attend_kernel.cuh"
+
+namespace tierkv::store {
+
+inline constexpr int32_t kDecodedWarps = 8, kDecodedThreads = 32 * kDecodedWarps;
+inline constexpr int32_t kDecodedColumns = kRawColumns * kDecodedWarps;
+inline constexpr int32_t kDecodedTokens = 32;  // of a tile
+
+// Columns of a CTA that takes whole groups.
+TKV_HD constexpr int32_t grouped_columns(int32_t group) {
+  return kDecodedColumns / group * group;
+}
+// Floats of a lane's sums.
+TKV_HD constexpr int32_t decoded_sums(int32_t head_dim) {
+  return head_dim / kDimBlock * 4 + 4;
+}
+
+// A piece of a sequence, the first of the call: slots[0], at[0].
+struct DecodedAttendCall : RawAttendCall {
+  int32_t first = 0, end = 0;  // positions
+  uint16_t* k = nullptr;       // fp16 [end - first, num_kv_heads, head_dim], 16-byte aligned
+  uint16_t* v = nullptr;       // likewise
+  uint8_t* pruned = nullptr;   // [num_kv_heads, end - first], not 0: nobody sees the token
+  float* sums = nullptr;       // [ctas, warps, decoded_sums(), 32], from piece to piece
+  bool is_last = false;
+  // That of a query's position p is at query * query_stride + kv_head * stride + p.
+  float* probabilities = nullptr;
+  int64_t query_stride = 0, stride = 0;
+};
+
+template <int32_t kHeadDim>
+struct DecodedShared {
+  static constexpr int32_t kStride = kHeadDim + 8;  // ldmatrix meets no bank twice
+  __align__(16) uint16_t k[kDecodedTokens][kStride];
+  __align__(16) uint16_t v[kDecodedTokens][kStride];
+  bool pruned[kDecodedTokens];
+};
+struct DecodedLargest {
+  int32_t bits[kDecodedColumns][kDecodedTokens];  // of floats, none negative; by query of the CTA
+};
+
+template <int32_t kHeadDim>
+struct DecodedWarp : RawWarp<kHeadDim> {
+  using Base = RawWarp<kHeadDim>;
+  using Base::r, Base::lane, Base::g, Base::t, Base::kBlocks;
+  using typename Base::Queries;
+  using Sums = WarpColumns<kBlocks>;
+  const DecodedAttendCall& d;
+  DecodedShared<kHeadDim>& shared;
+
+  // By the CTA. Tokens behind the piece are zeros.
+  __device__ __forceinline__ void copy_rows(const uint16_t* from, int32_t first,
+                                            uint16_t (*to)[DecodedShared<kHeadDim>::kStride]) {
+    constexpr int32_t kVectors = kHeadDim / 8;
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < kDecodedTokens * kVectors;
+         i += kDecodedThreads) {
+      const int32_t token = i / kVectors, dim = i % kVectors * 8;
+      uint4 x = {0, 0, 0, 0};
+      if (first + token < d.end) {
+        const int64_t row = int64_t{first - d.first + token} * d.num_kv_heads + r.kv_head;
+        x = *reinterpret_cast<const uint4*>(from + row * kHeadDim + dim);
+      }
+      *reinterpret_cast<uint4*>(&to[token][dim]) = x;
+    }
+  }
+  __device__ __forceinline__ void copy_pruned(int32_t first) {
+    const auto token = static_cast<int32_t>(threadIdx.x);
+    if (token >= kDecodedTokens || first + token >= d.end) return;
+    const int64_t row = int64_t{r.kv_head} * (d.end - d.first);
+    shared.pruned[token] = d.pruned[row + first - d.first + token] != 0;
+  }
+
+  // Logits of 16 tokens, `token` of the tile at position `first` on, as score_item() has them.
+  __device__ __forceinline__ void score(const Queries& q, int32_t first, int32_t token,
+                                        float (&s)[4]) {
+#pragma unroll
+    for (float& x : s) x = 0;
+    const int32_t row = token + lane % 16, dim = lane / 16 * 8;
+    score_tile(
+        q.words,
+        [&](int f, uint32_t(&a)[4]) { load_matrices(a, &shared.k[row][kDimBlock * f + dim]); }, s);
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      const int32_t at = token + g + 8 * (i / 2), position = first + at;
+      const bool is_seen = position < d.end && position <= q.position[i % 2] && !shared.pruned[at];
+      s[i] = is_seen ? s[i] * q.factor[i % 2] : -INFINITY;
+    }
+  }
+  __device__ __forceinline__ void add(Sums& sums, int32_t token, float (&s)[4]) {
+    const int32_t row = token + lane / 16 * 8 + lane % 8, dim = lane / 8 % 2 * 8;
+    Base::add_item(sums, s, [&](int f, uint32_t(&a)[4]) {
+      load_matrices_transposed(a, &shared.v[row][kDimBlock * f + dim]);
+    });
+  }
+
+  // Of the warp's sums, number i of this lane.
+  __device__ __forceinline__ float& kept_sum(int32_t i) {
+    const int64_t cta = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+    return d.sums[((cta * kDecodedWarps + Base::warp) * decoded_sums(kHeadDim) + i) * 32 + lane];
+  }
+  template <class Move>
+  __device__ __forceinline__ void each_sum(Sums& sums, const Move& move) {
+#pragma unroll
+    for (int32_t i = 0; i < 4 * kBlocks; ++i) move(kept_sum(i), sums.out[i / 4][i % 4]);
+#pragma unroll
+    for (int32_t i = 0; i < 2; ++i) {
+      move(kept_sum(4 * kBlocks + i), sums.reference[i]);
+      move(kept_sum(4 * kBlocks + 2 + i), sums.sum[i]);
+    }
+  }
+
+  __device__ __forceinline__ void write(Sums& sums, int32_t first_column) {
+    sums.add_lanes();
+#pragma unroll
+    for (int32_t i = 0; i < 2; ++i) {
+      const Column column = Base::column_at(first_column + 2 * t + i);
+      if (!column.is_real) continue;
+      const int64_t line = Base::line_of(column);
+      const float sink =
+          d.sinks == nullptr ? -INFINITY : d.sinks[r.kv_head * d.group + column.head];
+      const FinishedState finished = finish({sums.reference[i], sums.sum[i]}, sink);
+      if (d.lse != nullptr && g == 0) d.lse[line] = finished.lse;
+      uint16_t* const to = d.out + line * kHeadDim + g;
+#pragma unroll
+      for (int32_t f = 0; f < kBlocks; ++f) {
+        const uint32_t x =
+            pack_outputs(sums.out[f][i] * finished.scale, sums.out[f][i + 2] * finished.scale,
+                         d.dtype == DType::kBFloat16);
+        to[kDimBlock * f] = static_cast<uint16_t>(x);
+        to[kDimBlock * f + 8] = static_cast<uint16_t>(x >> 16);
+      }
+    }
+  }
+};
+
+// Grid: kv_heads, then columns by kDecodedColumns.
+template <int32_t kHeadDim>
+__global__ void __launch_bounds__(kDecodedThreads)
+    decoded_attend_kernel(const __grid_constant__ DecodedAttendCall c) {
+  extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
+  wait_for_previous_kernel();
+  DecodedWarp<kHeadDim> w{{c}, c, *reinterpret_cast<DecodedShared<kHeadDim>*>(attend_shared_bytes)};
+  const auto of_cta = static_cast<int32_t>(blockIdx.y) * kDecodedColumns;
+  const int32_t last = least(of_cta + kDecodedColumns, c.group * c.q_len) - 1;
+  const int32_t end = least(c.end, w.position_of(w.column_at(last).query) + 1);
+  const int32_t first_column = of_cta + w.warp * kRawColumns;
+  const auto q = w.load_queries(first_column);
+  typename DecodedWarp<kHeadDim>::Sums sums;
+  if (c.first == 0) {
+    sums.begin();
+  } else {
+    w.each_sum(sums, [](const float& kept, float& x) { x = kept; });
+  }
+  for (int32_t first = c.first; first < end; first += kDecodedTokens) {
+    w.copy_rows(c.k, first, w.shared.k);
+    w.copy_rows(c.v, first, w.shared.v);
+    w.copy_pruned(first);
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t token = 0; token < kDecodedTokens; token += kTileTokens) {
+      float s[4];
+      w.score(q, first, token, s);
+      w.add(sums, token, s);
+    }
+    __syncthreads();  // nobody reads the tile any more
+  }
+  if (c.is_last) {
+    w.write(sums, first_column);
+  } else {
+    w.each_sum(sums, [](float& kept, const float& x) { kept = x; });
+  }
+}
+
+// The largest probability that a query's heads gave each position of the piece. c.lse: of all
+// tokens. Grid: kv_heads, then columns by grouped_columns().
+template <int32_t kHeadDim>
+__global__ void __launch_bounds__(kDecodedThreads)
+    decoded_probabilities_kernel(const __grid_constant__ DecodedAttendCall c) {
+  extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
+  wait_for_previous_kernel();
+  DecodedWarp<kHeadDim> w{{c}, c, *reinterpret_cast<DecodedShared<kHeadDim>*>(attend_shared_bytes)};
+  auto& largest =
+      *reinterpret_cast<DecodedLargest*>(attend_shared_bytes + sizeof(DecodedShared<kHeadDim>));
+  const int32_t columns = grouped_columns(c.group), of_cta = blockIdx.y * columns;
+  const int32_t end = least(of_cta + columns, c.group * c.q_len);
+  const int32_t first_column = of_cta + w.warp * kRawColumns;
+  const auto q = w.load_queries(first_column);
+  float lse[2];
+  int32_t query[2];  // of the CTA
+#pragma unroll
+  for (int32_t i = 0; i < 2; ++i) {
+    const int32_t index = first_column + 2 * w.t + i;
+    const Column column = w.column_at(index);
+    lse[i] = index < end ? c.lse[w.line_of(column)] * kLog2E : -INFINITY;
+    query[i] = column.query - of_cta / c.group;
+  }
+  for (int32_t first = c.first; first < c.end; first += kDecodedTokens) {
+    w.copy_rows(c.k, first, w.shared.k);
+    w.copy_pruned(first);
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < kDecodedColumns * kDecodedTokens;
+         i += kDecodedThreads) {
+      largest.bits[i / kDecodedTokens][i % kDecodedTokens] = 0;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t token = 0; token < kDecodedTokens; token += kTileTokens) {
+      float s[4];
+      w.score(q, first, token, s);
+#pragma unroll
+      for (int32_t i = 0; i < 4; ++i) {
+        if (lse[i % 2] == -INFINITY || s[i] == -INFINITY) continue;
+        const float p = exp2_fast(s[i] - lse[i % 2]);
+        atomicMax(&largest.bits[query[i % 2]][token + w.g + 8 * (i / 2)],
+                  static_cast<int32_t>(float_bits(p)));
+      }
+    }
+    __syncthreads();
+    const int32_t queries = (end - of_cta) / c.group, tokens = least(kDecodedTokens, c.end - first);
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < queries * kDecodedTokens;
+         i += kDecodedThreads) {
+      const int32_t j = i / kDecodedTokens, token = i % kDecodedTokens;
+      if (token >= tokens) continue;
+      const int64_t line = (of_cta / c.group + j) * c.query_stride + w.r.kv_head * c.stride;
+      c.probabilities[line + first + token] =
+          bits_float(static_cast<uint32_t>(largest.bits[j][token]));
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace tierkv::store
