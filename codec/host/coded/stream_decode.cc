@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fast steps of stream_decode.h, compiled once per instruction set and chosen at run time (AVX2
-// comes with BMI2, whose shifts by a register make the lookup loop).
+// The fast steps of stream_decode.h, compiled for AVX2 and for what every processor has, and chosen
+// at run time. AVX2 comes with BMI2, whose shifts by a register make the lookup loop; AVX-512 would
+// add nothing.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3 | HWY_AVX3_DL)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "codec/host/coded/stream_decode.cc"
 #include <hwy/foreach_target.h>
