@@ -58,19 +58,33 @@ struct DecodedWarp : RawWarp<kHeadDim> {
   const DecodedAttendCall& d;
   DecodedShared<kHeadDim>& shared;
 
-  // By the CTA. Tokens behind the piece are zeros.
-  __device__ __forceinline__ void copy_rows(const uint16_t* from, int32_t first,
-                                            uint16_t (*to)[DecodedShared<kHeadDim>::kStride]) {
-    constexpr int32_t kVectors = kHeadDim / 8;
-    for (auto i = static_cast<int32_t>(threadIdx.x); i < kDecodedTokens * kVectors;
-         i += kDecodedThreads) {
-      const int32_t token = i / kVectors, dim = i % kVectors * 8;
-      uint4 x = {0, 0, 0, 0};
-      if (first + token < d.end) {
-        const int64_t row = int64_t{first - d.first + token} * d.num_kv_heads + r.kv_head;
-        x = *reinterpret_cast<const uint4*>(from + row * kHeadDim + dim);
-      }
-      *reinterpret_cast<uint4*>(&to[token][dim]) = x;
+  // A thread's vectors of a tile on their way to shared memory. Tokens behind the piece are zeros.
+  static constexpr int32_t kVectors = (kDecodedTokens * kHeadDim / 8 - 1) / kDecodedThreads + 1;
+  struct Rows {
+    uint4 x[kVectors];
+  };
+  __device__ __forceinline__ static int2 token_dim(int32_t i) {
+    const int32_t vector = i * kDecodedThreads + static_cast<int32_t>(threadIdx.x);
+    return {vector / (kHeadDim / 8), vector % (kHeadDim / 8) * 8};
+  }
+  __device__ __forceinline__ Rows load_rows(const uint16_t* from, int32_t first) {
+    Rows rows;
+#pragma unroll
+    for (int32_t i = 0; i < kVectors; ++i) {
+      const auto [token, dim] = token_dim(i);
+      rows.x[i] = {0, 0, 0, 0};
+      if (token >= kDecodedTokens || first + token >= d.end) continue;
+      const int64_t row = int64_t{first - d.first + token} * d.num_kv_heads + r.kv_head;
+      rows.x[i] = *reinterpret_cast<const uint4*>(from + row * kHeadDim + dim);
+    }
+    return rows;
+  }
+  __device__ __forceinline__ static void store_rows(
+      const Rows& rows, uint16_t (*to)[DecodedShared<kHeadDim>::kStride]) {
+#pragma unroll
+    for (int32_t i = 0; i < kVectors; ++i) {
+      const auto [token, dim] = token_dim(i);
+      if (token < kDecodedTokens) *reinterpret_cast<uint4*>(&to[token][dim]) = rows.x[i];
     }
   }
   __device__ __forceinline__ void copy_pruned(int32_t first) {
@@ -161,11 +175,13 @@ __global__ void __launch_bounds__(kDecodedThreads)
   } else {
     w.each_sum(sums, [](const float& kept, float& x) { x = kept; });
   }
+  auto k = w.load_rows(c.k, c.first), v = w.load_rows(c.v, c.first);
   for (int32_t first = c.first; first < end; first += kDecodedTokens) {
-    w.copy_rows(c.k, first, w.shared.k);
-    w.copy_rows(c.v, first, w.shared.v);
+    w.store_rows(k, w.shared.k);
+    w.store_rows(v, w.shared.v);
     w.copy_pruned(first);
     __syncthreads();
+    k = w.load_rows(c.k, first + kDecodedTokens), v = w.load_rows(c.v, first + kDecodedTokens);
 #pragma unroll 1
     for (int32_t token = 0; token < kDecodedTokens; token += kTileTokens) {
       float s[4];
@@ -205,7 +221,7 @@ __global__ void __launch_bounds__(kDecodedThreads)
     query[i] = column.query - of_cta / c.group;
   }
   for (int32_t first = c.first; first < c.end; first += kDecodedTokens) {
-    w.copy_rows(c.k, first, w.shared.k);
+    w.store_rows(w.load_rows(c.k, first), w.shared.k);
     w.copy_pruned(first);
     for (auto i = static_cast<int32_t>(threadIdx.x); i < kDecodedColumns * kDecodedTokens;
          i += kDecodedThreads) {

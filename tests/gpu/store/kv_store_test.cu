@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The store in device memory beside the host's: equal bytes after random calls, attention that
 // agrees, captured steps, and what happens where pages run out.
+#include "gpu/pdl.cuh"
 #include "tests/gpu/store/twin_calls.cuh"
 #include "tests/gpu/store/twin_queries.cuh"
 
@@ -68,6 +69,13 @@ std::vector<TwinCase> all_cases() {
           {"Channel128", of_bfloats(with(ChannelFormat{}, 128, 2, 8)), 600}};
 }
 
+// By one thread that lets the next kernel start first: kernels that do not wait find what was there
+// before.
+__global__ void copy_late(uint16_t* to, const uint16_t* from, int32_t count) {
+  let_next_kernel_start();
+  for (int32_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
 class KvStoreTwins : public ::testing::TestWithParam<TwinCase>, protected FreshRandom {
  protected:
   void live_together(int32_t calls) {
@@ -81,6 +89,15 @@ TEST_P(KvStoreTwins, HoldTheSameBytes) {
 }
 TEST_P(KvStoreTwins, SmallHoldTheSameBytes) {
   live_together(40);
+}
+
+// Queries that a kernel in front of attend() writes.
+TEST_P(KvStoreTwins, SmallQueriesAreWaitedFor) {
+  KvTwins twins(twin_config(GetParam().choice), &rng_);
+  twins.write_late = [](uint16_t* to, const uint16_t* from, int32_t count, cudaStream_t stream) {
+    copy_late<<<1, 1, 0, stream>>>(to, from, count);
+  };
+  testing::live_together(&twins, 60, GetParam().longest, true);
 }
 
 // Wherever its token goes: sinks, the body or the window.

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -88,6 +89,10 @@ class KvTwins {
     device_.reset();
     cudaStreamDestroy(stream_);
   }
+
+  // Copies elements on the stream, late; null: queries are there when attend() is called. No
+  // queries may count.
+  std::function<void(uint16_t* to, const uint16_t* from, int32_t count, cudaStream_t)> write_late;
 
   KvStore& host() { return *host_; }
   KvStore& device() { return *device_; }
@@ -174,7 +179,7 @@ class KvTwins {
     }
     std::vector<float> lse(lines), sinks(l.num_q_heads);
     for (float& x : sinks) x = chance(0.3) ? -INFINITY : static_cast<float>(pick(-3, 3));
-    const bool has_sinks = chance(0.3), has_probabilities = chance(0.3);
+    const bool has_sinks = chance(0.3), has_probabilities = chance(0.3), has_lse = chance(0.7);
     LayerAttend a;
     a.stride = config_.max_tokens;
     std::vector<float> probabilities(who.size() * q_len * l.num_kv_heads * a.stride, -1.0f);
@@ -186,19 +191,26 @@ class KvTwins {
     a.sequences = ids.host_list();
     a.q = q.data();
     a.out = out.data();
-    a.lse = lse.data();
+    a.lse = has_lse ? lse.data() : nullptr;
     a.sinks = has_sinks ? sinks.data() : nullptr;
     a.probabilities = has_probabilities ? probabilities.data() : nullptr;
     expect_ok(host_->attend(a));
     a.sequences = ids.device_list();
-    a.q = put(&q_, q);
     a.out = put(&out_, std::vector<uint16_t>(values, 0x7e00));
-    a.lse = put(&lse_, std::vector<float>(lines, NAN));
+    a.lse = has_lse ? put(&lse_, std::vector<float>(lines, NAN)) : nullptr;
     a.sinks = has_sinks ? put(&sinks_, sinks) : nullptr;
     a.probabilities = has_probabilities ? put(&probabilities_, untouched) : nullptr;
+    a.q = put(&q_, q);
+    if (write_late) {
+      expect_ok(device_->attend(a));  // makes the plan, which attention waits for
+      put(&q_, std::vector<uint16_t>(values, 0x7e00));
+      write_late(q_.get<uint16_t>(), put(&late_q_, q), static_cast<int32_t>(values), stream_);
+    }
     expect_ok(device_->attend(a));
     ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-    expect_close(out, out_.read<uint16_t>(values), lse, lse_.read<float>(lines), dtype);
+    if (!has_lse) lse.clear();
+    expect_close(out, out_.read<uint16_t>(values), lse,
+                 has_lse ? lse_.read<float>(lines) : std::vector<float>(), dtype);
     if (!has_probabilities) return;
     const std::vector<float> found = probabilities_.read<float>(probabilities.size());
     for (size_t i = 0; i < found.size(); ++i) {  // logits are as exact as the lse
@@ -379,7 +391,7 @@ class KvTwins {
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<KvStore> host_, device_;
   std::vector<Live> live_;
-  Buffer k_, v_, scores_, q_, out_, lse_, sinks_, probabilities_;
+  Buffer k_, v_, scores_, q_, late_q_, out_, lse_, sinks_, probabilities_;
 };
 
 }  // namespace tierkv::testing
