@@ -104,6 +104,7 @@ __device__ __forceinline__ StatusCode check_scores(const RawAppendCall& c, int32
 inline __global__ void __launch_bounds__(kAppendThreads)
     raw_append_kernel(const __grid_constant__ RawAppendCall c) {
   wait_for_previous_kernel();
+  let_next_kernel_start();  // attention, which waits for this one
   const auto thread = static_cast<int32_t>(threadIdx.x), row = static_cast<int32_t>(blockIdx.x);
   const int32_t sequence = row / c.num_kv_heads, kv_head = row - sequence * c.num_kv_heads;
   const int32_t slot = c.slots[sequence], n = c.chunk.tokens;
