@@ -5,33 +5,47 @@
 # `gpu` needs one. `slow` marks the tests of `full` that the sanitizers leave out.
 include(GoogleTest)
 
-# tierkv_test(AREA LINK lib... [SLOW Suite.Case...] [FULL]): test_AREA from tests/AREA/*.cc, one ctest for each of its cases.
-# Its cases are `quick`, but for those that SLOW names (patterns of --gtest_filter). FULL: none is.
+# tierkv_test(AREA LINK lib... [SLOW Suite.Case...] [APART file...] [FULL]): test_AREA from tests/AREA/*.cc, one ctest for each of
+# its cases. Its cases are `quick`, but for those that SLOW names (patterns of --gtest_filter). FULL: none is. APART: these files of
+# AREA become test_AREA_apart, of which no case is quick, so that quick tests do without compiling them.
 function(tierkv_test area)
-  cmake_parse_arguments(ARG "FULL" "" "LINK;SLOW" ${ARGN})
-  file(GLOB sources CONFIGURE_DEPENDS ${area}/*.cc ${area}/*.h ${area}/support/*.cc ${area}/support/*.h)
-  add_executable(test_${area} ${sources})
-  target_link_libraries(test_${area} PRIVATE ${ARG_LINK} GTest::gtest GTest::gtest_main GTest::gmock)
-  target_compile_definitions(test_${area} PRIVATE TIERKV_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
-  target_compile_options(test_${area} PRIVATE ${TIERKV_TEST_OPTIONS})
-  target_precompile_headers(test_${area} REUSE_FROM tierkv_test_support)
+  cmake_parse_arguments(ARG "FULL" "" "LINK;SLOW;APART" ${ARGN})
+  file(GLOB sources CONFIGURE_DEPENDS ${area}/*.cc ${area}/*.h)
+  file(GLOB support CONFIGURE_DEPENDS ${area}/support/*.cc ${area}/support/*.h)
+  if(ARG_APART)
+    list(TRANSFORM ARG_APART PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/${area}/)
+    list(REMOVE_ITEM sources ${ARG_APART})
+    tierkv_test_program(test_${area}_apart SOURCES ${ARG_APART} ${support} LINK ${ARG_LINK})
+    tierkv_discover(test_${area}_apart ${area} full)
+  endif()
+  tierkv_test_program(test_${area} SOURCES ${sources} ${support} LINK ${ARG_LINK})
   list(JOIN ARG_SLOW ":" slow)
   set(rest)
   if(slow)
     set(rest TEST_FILTER "-${slow}")
-    tierkv_discover(${area} full TEST_FILTER "${slow}")
+    tierkv_discover(test_${area} ${area} full TEST_FILTER "${slow}")
   endif()
   if(ARG_FULL)
-    tierkv_discover(${area} full ${rest})
+    tierkv_discover(test_${area} ${area} full ${rest})
   else()
-    tierkv_discover(${area} quick ${rest})
+    tierkv_discover(test_${area} ${area} quick ${rest})
     add_dependencies(tierkv_quick test_${area})
   endif()
 endfunction()
 
-function(tierkv_discover area label)
-  gtest_discover_tests(test_${area} ${ARGN} TEST_PREFIX ${area}. NO_PRETTY_VALUES DISCOVERY_TIMEOUT 60
-                       TEST_LIST ${area}_${label} PROPERTIES TIMEOUT 600 LABELS ${label})
+# tierkv_test_program(PROGRAM SOURCES file... LINK lib...)
+function(tierkv_test_program program)
+  cmake_parse_arguments(ARG "" "" "SOURCES;LINK" ${ARGN})
+  add_executable(${program} ${ARG_SOURCES})
+  target_link_libraries(${program} PRIVATE ${ARG_LINK} GTest::gtest GTest::gtest_main GTest::gmock)
+  target_compile_definitions(${program} PRIVATE TIERKV_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+  target_compile_options(${program} PRIVATE ${TIERKV_TEST_OPTIONS})
+  target_precompile_headers(${program} REUSE_FROM tierkv_test_support)
+endfunction()
+
+function(tierkv_discover program area label)
+  gtest_discover_tests(${program} ${ARGN} TEST_PREFIX ${area}. NO_PRETTY_VALUES DISCOVERY_TIMEOUT 60
+                       TEST_LIST ${program}_${label} PROPERTIES TIMEOUT 600 LABELS ${label})
 endfunction()
 
 # Emulated kernels: see tests/support/README.md. FOLDER holds the stand-ins of their headers.
