@@ -209,7 +209,8 @@ class TKV_API KvStore final {
   // k, v, q and out are aligned to 16 bytes. attend() is slower with more than kMaxStepTokens
   // queries of a sequence, with probabilities, and where a truncation has left tokens of several
   // queries in the body: it then decodes the tokens that they see, in memory out of the stream's
-  // pool that it keeps (kOutOfMemory), and cannot be captured. kUnsupported for groups of more than 16 q heads.
+  // pool that it keeps (kOutOfMemory), and cannot be captured. kUnsupported for groups of more than
+  // 16 q heads.
   static Result<std::unique_ptr<KvStore>> create_device(const StoreConfig& config,
                                                         GpuStream stream);
   ~KvStore();
