@@ -140,7 +140,9 @@ Status DevicePlace::take_piece(const LayerAttend& call, int32_t tokens, DecodedA
 }
 
 Status DevicePlace::attend_decoded(const LayerAttend& call, const LayerMoves& moves) {
-  if (Status s = enter("attend with many queries or probabilities", false); !s) return s;
+  if (Status s = enter("attend of many queries, with probabilities or behind a truncation", false);
+      !s)
+    return s;
   if (Status s = find_held(call, moves); !s) return s;
   int32_t tokens = 0;
   for (const LayerMove& m : moves) tokens = most(tokens, m.from.tokens);
