@@ -5,8 +5,8 @@
 //
 // A step of 64 sequences of 4096 tokens in one CUDA graph, and of it begin() and attention alone; a
 // prompt of 8192 tokens, a layer at a time, alone and with its queries; attention of 512 queries to
-// one; fork and truncate; export
-// and import, and beside them one pinned copy of the same bytes. Keys and values are random.
+// one; fork and truncate; export and import, and beside them one pinned copy of the same bytes.
+// Keys and values are random.
 #include <chrono>
 #include <cstring>
 #include <memory>

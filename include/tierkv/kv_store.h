@@ -206,11 +206,11 @@ class TKV_API KvStore final {
   // refuses a step of sequences whose layers differ (a chunk was given up), and a step of
   // CodedFormat before a layer has its means and codebooks (store/ENGINE.md).
   //
-  // k, v, q and out are aligned to 16 bytes. attend() is slower with more than kMaxStepTokens
-  // queries of a sequence, with probabilities, and where a truncation has left tokens of several
-  // queries in the body: it then decodes the tokens that they see, in memory out of the stream's
-  // pool that it keeps (kOutOfMemory), and cannot be captured. kUnsupported for groups of more than
-  // 16 q heads.
+  // k, v, q and out are aligned to 16 bytes. Three kinds of attend() are slower and cannot be
+  // captured: more than kMaxStepTokens queries of a sequence, probabilities, and several queries of
+  // which a truncation has left the first in the body. For these the store decodes the tokens. It
+  // takes memory for that out of the stream's pool (kOutOfMemory) and keeps it. kUnsupported for
+  // groups of more than 16 q heads.
   static Result<std::unique_ptr<KvStore>> create_device(const StoreConfig& config,
                                                         GpuStream stream);
   ~KvStore();

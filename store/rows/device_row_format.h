@@ -137,8 +137,8 @@ struct DeviceRead {
   DType dtype = DType::kFloat16;  // or kBFloat16
   uint16_t* k = nullptr;          // device [range, num_kv_heads, head_dim]
   uint16_t* v = nullptr;
-  // Device, 1 for a token of kv_head h that was pruned, whose keys and values are zeros: at h *
-  // pruned_stride + its place in the range. Others are not written. Null: nobody asks.
+  // Device, [num_kv_heads, pruned_stride], by place in the range. A pruned token has zeros for its
+  // key and value; the format writes a 1 for it here, and nothing for others. Null: nobody asks.
   uint8_t* pruned = nullptr;
   int64_t pruned_stride = 0;
 

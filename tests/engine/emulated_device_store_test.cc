@@ -121,6 +121,19 @@ TEST_F(EmulatedDeviceStore, ManyQueriesCount) {
   KvTwins t(twin_config({.format = format}), &rng_);
   expect_many_counted(&t, 150, t.pick(9, 100));
 }
+// A sequence of two pieces. All of it is raw, which takes least time here.
+TEST_F(EmulatedDeviceStore, ManyQueriesOfTwoPieces) {
+  for (const int32_t head_dim : {96, 256}) {
+    TwinChoice choice = {.format = TiersFormat{}, .head_dim = head_dim, .num_kv_heads = 1};
+    choice.max_tokens = 4200, choice.window = 4096;
+    choice.max_sequences = 1;
+    KvTwins t(twin_config(choice), &rng_);
+    t.add();
+    t.extend({0}, 4096 + t.pick(1, 4));
+    t.attend({0}, 1, t.pick(9, 20), DType::kBFloat16);
+    if (HasFatalFailure()) return;
+  }
+}
 // Codebooks are there, so the device decodes what comes in.
 TEST_F(EmulatedDeviceStore, RefusesHostileBodies) {
   for (const bool coded : {true, false}) {

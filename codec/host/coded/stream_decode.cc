@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fast steps of stream_decode.h, compiled for AVX2 and for what every processor has, and chosen
-// at run time. AVX2 comes with BMI2, whose shifts by a register make the lookup loop; AVX-512 would
-// add nothing.
+// at run time. AVX2 comes with BMI2, whose shifts by a register make the lookup loop. No vector
+// here is longer than 256 bits, so AVX-512 has no version of its own.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3 | HWY_AVX3_DL)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "codec/host/coded/stream_decode.cc"

@@ -2,10 +2,9 @@
 // Attention over tokens of one sequence that the place has decoded to fp16: any number of queries,
 // each over the tokens up to its own, and their probabilities. Calls that the kernels of steps do
 // not take come here. A CTA has 64 columns (query, head of the group) of a kv_head, eight a warp,
-// and takes the tokens of a piece tile by tile through shared memory. Sums wait in memory between
-// pieces.
-//
-// Bound: shared memory, 512 bytes for a product of 16 tokens, 16 dims and 8 columns.
+// and takes the tokens of a piece tile by tile through shared memory. Between pieces it keeps its
+// sums in memory. By count it reads 512 bytes of shared memory for a product of 16 tokens, 16 dims
+// and 8 columns.
 #pragma once
 
 #include "store/place/device/raw_attend_kernel.cuh"
@@ -25,7 +24,7 @@ TKV_HD constexpr int32_t decoded_sums(int32_t head_dim) {
   return head_dim / kDimBlock * 4 + 4;
 }
 
-// A piece of a sequence, the first of the call: slots[0], at[0].
+// One sequence, whose slot and counts are slots[0] and at[0], and a piece of its tokens.
 struct DecodedAttendCall : RawAttendCall {
   int32_t first = 0, end = 0;  // positions
   uint16_t* k = nullptr;       // fp16 [end - first, num_kv_heads, head_dim], 16-byte aligned
@@ -33,7 +32,7 @@ struct DecodedAttendCall : RawAttendCall {
   uint8_t* pruned = nullptr;   // [num_kv_heads, end - first], not 0: nobody sees the token
   float* sums = nullptr;       // [ctas, warps, decoded_sums(), 32], from piece to piece
   bool is_last = false;
-  // That of a query's position p is at query * query_stride + kv_head * stride + p.
+  // Query j's for position p of a kv_head: at j * query_stride + kv_head * stride + p.
   float* probabilities = nullptr;
   int64_t query_stride = 0, stride = 0;
 };
@@ -117,7 +116,7 @@ struct DecodedWarp : RawWarp<kHeadDim> {
     });
   }
 
-  // Of the warp's sums, number i of this lane.
+  // The place of this lane's sum i between pieces.
   __device__ __forceinline__ float& kept_sum(int32_t i) {
     const int64_t cta = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
     return d.sums[((cta * kDecodedWarps + Base::warp) * decoded_sums(kHeadDim) + i) * 32 + lane];

@@ -112,7 +112,7 @@ Status DevicePlace::attend_step(const LayerAttend& call, const LayerMoves& moves
 
 // ---- other queries ----
 
-// What serves one sequence after the other.
+// Memory for a piece and its sums; all sequences of the call use it in turn.
 Status DevicePlace::take_piece(const LayerAttend& call, int32_t tokens, DecodedAttendCall* taken) {
   const CacheLayout& l = config_.layout;
   const int64_t piece = int64_t{least(tokens, kPieceTokens)} * l.num_kv_heads;
@@ -208,7 +208,7 @@ Status DevicePlace::attend_sequence(const DecodedAttendCall& call, const LayerMo
   });
 }
 
-// As many queries at once as a step has.
+// The counting kernel takes as many queries at once as a step has.
 Status DevicePlace::count_sequence(const RawAttendCall& call) {
   const int64_t lines = call.group * call.num_kv_heads;
   for (int32_t first = 0; first < call.q_len; first += kMaxStepTokens) {
