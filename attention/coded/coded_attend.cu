@@ -13,10 +13,10 @@
 namespace tierkv {
 namespace {
 
-template <RopePairing kPairing>
+template <KeyTurning kTurning>
 CodedKernel weighted_kernel(const CodedAttention& call, int32_t copies_log) {
   return with_head_dim(call.head_dim, [&](auto dim) {
-    return find_weighted_kernel<kPairing, dim>(call, copies_log);
+    return find_weighted_kernel<kTurning, dim>(call, copies_log);
   });
 }
 
@@ -34,6 +34,7 @@ CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttention
   params.row_columns = call.all_columns();
   params.queries = coded_columns(call);
   params.units = queries.units;
+  params.tables_are_settled = queries.halves != nullptr || call.q_is_settled;
   params.table_bytes =
       static_cast<uint32_t>(table_region_bytes(longest_word(call), grid.copies_log));
   return params;
@@ -97,13 +98,15 @@ CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
     return with_head_dim(call.head_dim,
                          [](auto dim) -> CodedKernel { return raw_rows_kernel<dim / kDimBlock>; });
   }
-  switch (call.weighted.pairing) {
-    case RopePairing::kHalves:
-      return weighted_kernel<RopePairing::kHalves>(call, copies_log);
-    case RopePairing::kNeighbours:
-      return weighted_kernel<RopePairing::kNeighbours>(call, copies_log);
+  switch (key_turning(call.weighted, call.head_dim)) {
+    case KeyTurning::kHalves:
+      return weighted_kernel<KeyTurning::kHalves>(call, copies_log);
+    case KeyTurning::kNeighbours:
+      return weighted_kernel<KeyTurning::kNeighbours>(call, copies_log);
+    case KeyTurning::kPartHalves:
+      return weighted_kernel<KeyTurning::kPartHalves>(call, copies_log);
     default:
-      return weighted_kernel<RopePairing::kNone>(call, copies_log);
+      return weighted_kernel<KeyTurning::kNone>(call, copies_log);
   }
 }
 

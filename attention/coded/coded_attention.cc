@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "attention/coded/key_turning.h"
 #include "codec/format/head_dim.h"
 #include "tierkv/attention.h"
 
@@ -63,6 +64,10 @@ Status check_weighted(const CodedAttention& call) {
   if (w.pairing == RopePairing::kNone) return Status::ok();
   if (w.num_block_turns < 0 || w.place_turns == nullptr || w.block_turns == nullptr) {
     return invalid("weighted: the turns of RoPE");
+  }
+  if (w.pairs < 1 || 2 * w.pairs > call.head_dim) return invalid("weighted.pairs");
+  if (key_turning(w, call.head_dim) == KeyTurning::kPartHalves && w.pairs % kDimBlock != 0) {
+    return unsupported("RoPE in halves over part of a head whose dims are no multiple of 32");
   }
   return Status::ok();
 }

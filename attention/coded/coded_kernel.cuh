@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
   using Table = SharedTable<kCopiesLog>;
   constexpr int32_t kHeadDim = kDimBlocks * kDimBlock;
   const uint32_t start = shared_address(shared);
-  constexpr bool kTurns = Code::kPairing != RopePairing::kNone;
+  constexpr bool kTurns = Code::kTurning != KeyTurning::kNone;
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
   const CodedSharedLayout layout =
       coded_shared_layout(start, params.table_bytes, slot_bytes, static_cast<uint32_t>(grid.warps),
@@ -84,9 +84,6 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
     for (int32_t i = 0; i < 2; ++i) init_barrier(barriers + i);
   }
   publish_barriers();
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-
   BlockSlot slot{layout.slot(static_cast<uint32_t>(warp), slot_bytes), shared_address(barriers),
                  slot_bytes};
   LocalMemory<kDimBlocks / 2> queries;
@@ -94,18 +91,26 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
       {{call, slot, params, Table(layout.tables, params.key_mask), fits, {}, {}, 0, 0, queries}}};
   worker.set_tail(layout.tail, warp);
   const auto cta = static_cast<int32_t>(blockIdx.x);
+  if (!params.tables_are_settled) wait_for_previous_kernel();
   const TableFill key_fill(call.keys.codebook), value_fill(call.values.codebook);
+  const auto fill_tables = [&] {
+    if (!fits) return;
+    if constexpr (kTurns) worker.fill_turns();
+    key_fill.store<kCopiesLog>(layout.tables);
+    value_fill.store<kCopiesLog>(layout.tables + params.table_bytes);
+  };
+  if (params.tables_are_settled) {
+    fill_tables();
+    wait_for_previous_kernel();
+  }
+  let_next_kernel_start();
   WarpItems items{call};
   const ItemShares shares = item_shares(params);
   int32_t number = shares.number(cta, warp);
   const bool any = items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1));
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);
-  if (fits) {
-    if constexpr (kTurns) worker.fill_turns();
-    key_fill.store<kCopiesLog>(layout.tables);
-    value_fill.store<kCopiesLog>(layout.tables + params.table_bytes);
-  }
+  if (!params.tables_are_settled) fill_tables();
   __syncthreads();
   if (!any) return;
   while (true) {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "attention/coded/coded_attention.h"
+#include "attention/coded/key_turning.h"
 #include "attention/core/columns.h"
 #include "codec/format/weighted_block_format.h"
 
@@ -43,6 +43,9 @@ struct CodedKernelParams {
   QueryColumns queries;           // where columns lie in out and lse
   const float* units;             // of ConvertedQueries; null: all 1
   uint32_t table_bytes;           // of a table with its copies, a power of two
+  // The kernel before is one of this call or waits for all before it, and none that may still run
+  // writes codebooks or turns: they are read before it ends.
+  bool tables_are_settled;
 };
 using CodedKernel = void (*)(CodedKernelParams);
 // Bits of the longest code word of a call.
@@ -53,7 +56,7 @@ inline int32_t longest_word(const CodedAttention& call) {
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
 // The kernel of a call of weighted blocks; null: there is none for so many copies. Each has an
 // object, from weighted_instance.cu.in.
-template <RopePairing kPairing, int32_t kHeadDim>
+template <KeyTurning kTurning, int32_t kHeadDim>
 CodedKernel find_weighted_kernel(const CodedAttention& call, int32_t copies_log);
 // The queries of a call into `to`, one kernel; num_rows > 0.
 Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);

@@ -44,10 +44,10 @@ struct RawBlock {
 };
 
 // How the blocks of a call are coded, the copies of the tables, and how keys turn.
-template <int kStreamsPerLane, int kTableCopiesLog, RopePairing kRopePairing>
+template <int kStreamsPerLane, int kTableCopiesLog, KeyTurning kKeyTurning>
 struct WeightedCode {
   static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
-  static constexpr RopePairing kPairing = kRopePairing;
+  static constexpr KeyTurning kTurning = kKeyTurning;
 };
 
 // The streams of a lane in a coded block.

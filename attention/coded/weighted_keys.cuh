@@ -7,6 +7,16 @@
 
 namespace tierkv {
 
+// For keys that turn in halves of part of a head, whose partners no lane holds together: a turned
+// dim is cos times it plus or minus sin times its partner. So a key's dim meets the query at its
+// own place times cos, and the query at its partner's, with the sign, times sin. That one is here.
+template <int kBlocks>
+struct CrossedQueries {
+  uint32_t of[kBlocks][2];
+};
+template <>
+struct CrossedQueries<0> {};
+
 template <int kDimBlocks, class Code>
 struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
   using Base = WeightedRun<kDimBlocks, Code>;
@@ -15,10 +25,12 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
   using Base::turns, Base::means, Base::kTurns;
   using Block = typename Base::Block;
   using Streams = LaneCodes<Code>;
-  static constexpr RopePairing kPairing = Code::kPairing;
-  static constexpr bool kHalves = kPairing == RopePairing::kHalves;
-  static constexpr bool kNeighbours = kPairing == RopePairing::kNeighbours;
+  static constexpr KeyTurning kTurning = Code::kTurning;
+  static constexpr bool kHalves = kTurning == KeyTurning::kHalves;
+  static constexpr bool kPart = kTurning == KeyTurning::kPartHalves;
+  static constexpr bool kNeighbours = kTurning == KeyTurning::kNeighbours;
   static constexpr int kPairBlocks = kDimBlocks / 2;  // pairs of dim blocks; those of half a head
+  CrossedQueries<kPart ? kDimBlocks : 0> crossed;
 
   __device__ __forceinline__ const uint16_t* query(int32_t row, int32_t column) const {
     return static_cast<const uint16_t*>(call.q) +
@@ -51,7 +63,6 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
   }
   // The queries as the keys of a block see them: turned back by the block's first position.
   __device__ __forceinline__ void turn_queries(int32_t block) {
-    const auto t = static_cast<int32_t>(fresh_lane() % 4);
     const uint16_t* by = call.weighted.block_turns + int64_t{block} * kHeadDim;
     uint32_t x[kDimBlocks][2];
 #pragma unroll
@@ -59,6 +70,15 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
       const uint4 both = this->queries.load(f / 2);
       x[f][0] = both.x, x[f][1] = both.y, x[f + 1][0] = both.z, x[f + 1][1] = both.w;
     }
+    if constexpr (kPart) {
+      turn_part(by, x);
+    } else {
+      turn_whole(by, x);
+    }
+  }
+  __device__ __forceinline__ void turn_whole(const uint16_t* by,
+                                             const uint32_t (&x)[kDimBlocks][2]) {
+    const auto t = static_cast<int32_t>(fresh_lane() % 4);
 #pragma unroll
     for (int f = 0; f < (kHalves ? kPairBlocks : kDimBlocks); ++f) {
       uint32_t turn[4] = {};  // of halves: cosines and sines of both registers
@@ -88,6 +108,38 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
     }
   }
 
+  // Where dim block f is among those of part of a head that turn: f modulo the blocks of a half.
+  struct PartBlock {
+    bool turns, second;
+    int32_t in_half, partner;
+  };
+  __device__ __forceinline__ PartBlock part_block(int32_t f) const {
+    const int32_t half = call.weighted.pairs / kDimBlock;
+    const bool turns = f < 2 * half, second = turns && f >= half;
+    return {turns, second, second ? f - half : f, second ? f - half : turns ? f + half : f};
+  }
+  // turn_queries() of part of a head. by: turns of the block; x: the queries.
+  __device__ __forceinline__ void turn_part(const uint16_t* by,
+                                            const uint32_t (&x)[kDimBlocks][2]) {
+    const auto t = static_cast<int32_t>(fresh_lane() % 4);
+#pragma unroll
+    for (int f = 0; f < kDimBlocks; ++f) {
+      const PartBlock at = part_block(f);
+      uint4 turn = {kOneHalves, 0, kOneHalves, 0};
+      if (at.turns) turn = *reinterpret_cast<const uint4*>(by + (4 * at.in_half + t) * 8);
+      const uint4 both = this->queries.load(at.partner / 2);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t cos = h == 0 ? turn.x : turn.z, sin = h == 0 ? turn.y : turn.w;
+        const uint32_t partner =
+            at.partner % 2 == 0 ? (h == 0 ? both.x : both.y) : (h == 0 ? both.z : both.w);
+        const uint32_t other = at.second ? negate_halves(partner) : partner;
+        state.q[f][h] = fma_halves(x[f][h], cos, multiply_halves(other, sin));
+        crossed.of[f][h] = fma_halves(other, cos, negate_halves(multiply_halves(x[f][h], sin)));
+      }
+    }
+  }
+
   // The dim block that comes as number i in a tile, the first or second of a pair of them.
   __device__ __forceinline__ static constexpr int32_t block_at(int i) {
     return key_block_at(kDimBlocks, i);
@@ -106,7 +158,8 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
       b[r] = fma_halves(b[r], factors[r % 2], r < 2 ? mean.z : mean.w);
     }
   }
-  // The keys of dim blocks f and g, the pair of a tile, turned by their places.
+  // The keys of dim blocks f and g, the pair of a tile, turned by their places; those of part of a
+  // head are not turned here but in multiply().
   __device__ __forceinline__ void turn(int o, int f, int g, uint32_t (&a)[4],
                                        uint32_t (&b)[4]) const {
     if constexpr (kHalves) turn_halves(o, f, a, b);
@@ -138,6 +191,41 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
       const uint32_t crossed = __byte_perm(x[r], 0, 0x1032) ^ 0x8000u;  // (-second, first)
       x[r] = fma_halves(x[r], cos, multiply_halves(crossed, sin));
     }
+  }
+
+  // A query's dim block, and what it meets of its partner's.
+  struct QueryBlock {
+    uint32_t own[2], crossed[2];
+  };
+  __device__ __forceinline__ QueryBlock query_block(int f) const {
+    QueryBlock q{{state.q[f][0], state.q[f][1]}, {0, 0}};
+    if constexpr (kPart) q.crossed[0] = crossed.of[f][0], q.crossed[1] = crossed.of[f][1];
+    return q;
+  }
+  // Adds to the scores of tile o what turn() has left of dim block f.
+  __device__ __forceinline__ void multiply(int o, int f, const QueryBlock& q,
+                                           const uint32_t (&x)[4], float (&tile)[4]) const {
+    if constexpr (kPart) {
+      const PartBlock part = part_block(f);
+      if (part.turns) {
+        const uint32_t at =
+            turns + ((o * kPairBlocks + part.in_half) * 2 * kWarpLanes + fresh_lane()) * 16;
+        uint32_t by_cos[4], by_sin[4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint4 turn = load_shared_16(at + i * kWarpLanes * 16);
+#pragma unroll
+          for (int r = 2 * i; r < 2 * i + 2; ++r) {
+            by_cos[r] = multiply_halves(x[r], r % 2 == 0 ? turn.x : turn.z);
+            by_sin[r] = multiply_halves(x[r], r % 2 == 0 ? turn.y : turn.w);
+          }
+        }
+        mma_m16n8k16(tile, by_cos, q.own[0], q.own[1]);
+        mma_m16n8k16(tile, by_sin, q.crossed[0], q.crossed[1]);
+        return;
+      }
+    }
+    mma_m16n8k16(tile, x, q.own[0], q.own[1]);
   }
 
   // The factors of a tile's tokens in even and in odd registers.
@@ -173,8 +261,8 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
           streams[kSlices - 1].codes(key_table, base, b);
           dequantize(of_rows, load_means_of(i), a, b);
           turn(o, f, g, a, b);
-          mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
-          mma_m16n8k16(tile, b, state.q[g][0], state.q[g][1]);
+          multiply(o, f, query_block(f), a, tile);
+          multiply(o, g, query_block(g), b, tile);
         }
       }
       push_tile(s, tile);
@@ -192,13 +280,13 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
     for (int z = 0; z < kSlices; ++z) {
       if (x.slice[z].block.coded) open_streams(x.slice[z], streams[z]);
     }
-    const auto product = [&](int f, const uint32_t(&a)[4], float(&tile)[4]) {
-      uint32_t q[2] = {0, 0};
+    const auto product = [&](int o, int f, const uint32_t(&a)[4], float(&tile)[4]) {
+      QueryBlock q{};
 #pragma unroll
       for (int i = 0; i < kDimBlocks; ++i) {
-        if (i == f) q[0] = state.q[i][0], q[1] = state.q[i][1];
+        if (i == f) q = query_block(i);
       }
-      mma_m16n8k16(tile, a, q[0], q[1]);
+      multiply(o, f, q, a, tile);
     };
     const auto codes = [&](int z, int o, int f, uint32_t(&a)[4]) {
       if (x.slice[z].block.coded) {
@@ -221,8 +309,8 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
         codes(kSlices - 1, o, g, b);
         dequantize(of_rows, load_means_of(i), a, b);
         turn(o, f, g, a, b);
-        product(f, a, tile);
-        product(g, b, tile);
+        product(o, f, a, tile);
+        product(o, g, b, tile);
       }
       push_tile(s, tile);
     }
@@ -268,7 +356,13 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
       const int32_t left = b.exceptions() - first;
       ExceptionPair pair;
       state.bad |= pair.template load<kSliceDim>(words, left, b.tokens, kExceptionUnit);
-      const uint32_t queries = pick_queries<kSlice>(exception_of_row(words, left), factors);
+      const uint32_t word = exception_of_row(words, left);
+      uint32_t queries;
+      if constexpr (kPart) {
+        queries = pick_part<kSlice>(word, factors);
+      } else {
+        queries = pick_queries<kSlice>(word, factors);
+      }
       const uint32_t rows = ExceptionPair::row_halves(pair.token);
 #pragma unroll
       for (int o = 0; o < kItemTiles; ++o) {
@@ -309,6 +403,35 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
         mma_m16n8k16(picked, a, state.q[i + kPairBlocks][0], state.q[i + kPairBlocks][1]);
       }
     }
+    return exception_operand(picked, token, factors);
+  }
+  // pick_queries() of part of a head.
+  template <int kSlice>
+  __device__ __forceinline__ uint32_t pick_part(uint32_t word, uint32_t factors) const {
+    const auto token = static_cast<int32_t>(word / kSliceDims % kBlockTokens);
+    const auto d = static_cast<int32_t>(word % kSliceDims + kSlice * kSliceDims);
+    const int32_t pairs = call.weighted.pairs;
+    uint32_t cos = kOneHalves, sin = 0;
+    if (d < 2 * pairs) {
+      const uint32_t turn = place_turn(d < pairs ? d : d - pairs, token);
+      cos = low_halves(turn, turn), sin = high_halves(turn, turn);
+    }
+    const PickedRows rows(d, d);
+    float picked[4] = {};
+#pragma unroll
+    for (int i = 0; i < kDimBlocks; ++i) {
+      const QueryBlock q = query_block(i);
+      uint32_t a[4];
+      rows.operand(i, cos, a);
+      mma_m16n8k16(picked, a, q.own[0], q.own[1]);
+      rows.operand(i, sin, a);
+      mma_m16n8k16(picked, a, q.crossed[0], q.crossed[1]);
+    }
+    return exception_operand(picked, token, factors);
+  }
+  // What was picked times the factor of its token.
+  __device__ __forceinline__ static uint32_t exception_operand(const float (&picked)[4],
+                                                               int32_t token, uint32_t factors) {
     const float2 both = unpack_halves(__shfl_sync(kFullWarp, factors, token % 32));
     const float factor = (token < 32 ? both.x : both.y) / (kDigitScale * kExceptionUnit);
     return transpose_8x8(pack_halves(factor * picked[0], factor * picked[1]));
@@ -318,7 +441,7 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
     const int32_t f = first / kDimBlock, within = first % kDimBlock;
     const int32_t o = place / kTileTokens, half = place % kTileTokens / 8;
     const int32_t lane = place % 8 * 4 + within % 8 / 2, high = within / 8;
-    if constexpr (kHalves) {
+    if constexpr (kHalves || kPart) {
       const uint32_t at =
           turns + (((o * kPairBlocks + f) * 2 + high) * kWarpLanes + lane) * 16 + half * 8;
       const uint32_t cos = load_shared(at), sin = load_shared(at + 4);

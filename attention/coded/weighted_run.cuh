@@ -18,7 +18,7 @@ struct WeightedRun {
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
   static constexpr int kSlices = (kHeadDim + kSliceDims - 1) / kSliceDims;
   static constexpr int kSliceBlocks = kDimBlocks / kSlices, kSliceDim = kHeadDim / kSlices;
-  static constexpr bool kTurns = Code::kPairing != RopePairing::kNone;
+  static constexpr bool kTurns = Code::kTurning != KeyTurning::kNone;
   const CodedAttention& call;
   BlockSlot& slot;
   const CodedKernelParams& params;

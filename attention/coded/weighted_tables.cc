@@ -110,9 +110,10 @@ Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row) {
 Result<WeightedTurns> weighted_turns(const RopeTable& rope, int32_t head_dim, int32_t sink_tokens) {
   WeightedTurns turns;
   if (rope.pairing == RopePairing::kNone) return turns;
-  if (rope.pairing == RopePairing::kHalves && 2 * rope.pairs != head_dim) {
+  if (rope.pairing == RopePairing::kHalves && 2 * rope.pairs != head_dim &&
+      rope.pairs % kDimBlock != 0) {
     return unsupported("RoPE in halves over " + std::to_string(2 * rope.pairs) + " of " +
-                       std::to_string(head_dim) + " dims");
+                       std::to_string(head_dim) + " dims, no multiple of 32");
   }
   if (2 * rope.pairs > head_dim || sink_tokens < 0 || sink_tokens >= kBlockTokens) {
     return Status(StatusCode::kInvalidArgument, "weighted attention: rope or sink_tokens");

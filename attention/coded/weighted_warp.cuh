@@ -19,7 +19,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
   using Block = typename Base::Block;
   using Streams = typename Base::Streams;
   using Base::call, Base::params, Base::state, Base::run;
-  using Base::kHeadDim, Base::kSlices, Base::kSliceBlocks, Base::kSliceDim, Base::kPairing;
+  using Base::kHeadDim, Base::kSlices, Base::kSliceBlocks, Base::kSliceDim, Base::kTurning;
   using Base::means;
   using KeptRow = typename Base::KeptRow;
   static constexpr int32_t kNoOctave = -64;      // below that of any exponent
@@ -182,7 +182,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
     const int32_t blocks = coded_row_blocks(row.coded_tokens, row.sink_tokens);
     return this->fits && from >= 0 && row.coded_tokens >= 0 && row.sink_tokens >= 0 &&
            row.sink_tokens <= kMostRawSinks && (blocks == 0 || row.sink_tokens == w.sink_tokens) &&
-           (kPairing == RopePairing::kNone || blocks <= w.num_block_turns) && to <= blocks &&
+           (kTurning == KeyTurning::kNone || blocks <= w.num_block_turns) && to <= blocks &&
            row.step >= 0 && row.step < call.num_steps && row.first_block >= 0 &&
            int64_t{row.first_block} + blocks <= call.num_blocks;
   }

@@ -290,6 +290,7 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   call.weighted.num_block_turns = table->blocks;
   call.weighted.sink_tokens = kSinks;
   call.weighted.pairing = v.pairing;
+  call.weighted.pairs = table->pairs;
   call.q = q.get();
   call.out = out.get();
   call.lse = lse.get();

@@ -94,16 +94,21 @@ Attended attend_on_host(const World& w, CodedKernel kernel, int32_t room, int32_
   return to;
 }
 
-template <int kDimBlocks, RopePairing kPairing>
+template <int kDimBlocks, KeyTurning kTurning>
 CodedKernel kernel_of(int32_t streams) {
-  return streams == 1 ? coded_attention_kernel<kDimBlocks, WeightedCode<1, 0, kPairing>>
-                      : coded_attention_kernel<kDimBlocks, WeightedCode<2, 0, kPairing>>;
+  return streams == 1 ? coded_attention_kernel<kDimBlocks, WeightedCode<1, 0, kTurning>>
+                      : coded_attention_kernel<kDimBlocks, WeightedCode<2, 0, kTurning>>;
 }
 CodedKernel kernel_of(const Shape& s) {
-  constexpr auto kNone = RopePairing::kNone, kHalves = RopePairing::kHalves;
-  constexpr auto kNeighbours = RopePairing::kNeighbours;
-  if (s.pairing == kNone) return kernel_of<4, kNone>(s.streams);
-  if (s.pairing == kNeighbours) return kernel_of<4, kNeighbours>(s.streams);
+  constexpr auto kHalves = KeyTurning::kHalves, kPartHalves = KeyTurning::kPartHalves;
+  if (s.pairing == RopePairing::kNone) return kernel_of<4, KeyTurning::kNone>(s.streams);
+  if (s.pairing == RopePairing::kNeighbours) {
+    return kernel_of<4, KeyTurning::kNeighbours>(s.streams);
+  }
+  if (s.rotary_dims != 0) {
+    return s.head_dim == 96 ? kernel_of<6, kPartHalves>(s.streams)
+                            : kernel_of<16, kPartHalves>(s.streams);
+  }
   if (s.head_dim == 64) return kernel_of<4, kHalves>(s.streams);
   if (s.head_dim == 96) return kernel_of<6, kHalves>(s.streams);
   if (s.head_dim == 128) return kernel_of<8, kHalves>(s.streams);
@@ -152,6 +157,17 @@ TEST_F(EmulatedWeightedAttention, OfEveryPairing) {
       check(shape);
       if (HasFatalFailure()) return;
     }
+  }
+}
+
+TEST_F(EmulatedWeightedAttention, OfHalvesOfPartOfTheHead) {
+  for (const int32_t head_dim : {96, 256}) {
+    Shape shape;
+    shape.head_dim = head_dim;
+    shape.rotary_dims = 32 * (1 + source_.below(head_dim / 32 - 1));
+    shape.sinks = source_.below(9);
+    check(shape);
+    if (HasFatalFailure()) return;
   }
 }
 
@@ -316,9 +332,14 @@ TEST_F(EmulatedWeightedAttention, RefusesWhatItDoesNotSupport) {
   call = call_of(w);
   call.weighted.sink_tokens = 17;
   EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
-  auto partial = make_rope_table(Rope::plain(10000, 64), 128, 64);
+  auto partial = make_rope_table(Rope::plain(10000, 48), 128, 64);
   ASSERT_TRUE(partial.is_ok());
   EXPECT_EQ(weighted_turns(*partial, 128, 4).status().code(), StatusCode::kUnsupported);
+  call = call_of(w);
+  call.weighted.pairs = partial->pairs;
+  EXPECT_EQ(call.validate().code(), StatusCode::kUnsupported);
+  call.weighted.pairs = 65;
+  EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
   WeightedRow row = w.steps.front();
   ASSERT_TRUE(weighted_key_channels(row).is_ok());
   row.key_weight.front() *= 2;

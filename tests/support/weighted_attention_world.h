@@ -283,6 +283,7 @@ inline CodedAttention call_of(const World& w) {
   rows.place_turns = w.turns.place.data();
   rows.block_turns = w.turns.block.data();
   rows.pairing = w.rope.pairing;
+  rows.pairs = w.rope.pairs;
   rows.num_block_turns = w.rope.pairing == RopePairing::kNone ? 0 : w.rope.blocks;
   rows.sink_tokens = w.shape.sinks;
   call.rows = w.rows.data();
@@ -315,11 +316,12 @@ struct Attended {
 // deviations. Accumulators are off by less than 2^-16 of the terms.
 inline double score_error(const World& w, const WeightedRow& row, const std::vector<double>& q,
                           const float* k) {
-  const size_t pairs = q.size() / 2;
-  const bool neighbours = w.shape.pairing == RopePairing::kNeighbours;
+  const auto turning = static_cast<size_t>(w.rope.pairs);
+  const bool halves = w.shape.pairing == RopePairing::kHalves;
   double squares = 0, terms = 0;
-  for (size_t p = 0; p < pairs; ++p) {
-    const size_t a = neighbours ? 2 * p : p, b = neighbours ? a + 1 : p + pairs;
+  for (size_t p = 0; p < q.size() / 2; ++p) {
+    const bool apart = halves && p < turning;
+    const size_t a = apart ? p : 2 * p, b = apart ? p + turning : a + 1;
     const double mean = std::hypot(half_to_float(row.key_mean[a]), half_to_float(row.key_mean[b]));
     const double term = std::hypot(q[a], q[b]) * (std::hypot(k[a], k[b]) + mean);
     squares += term * term, terms += term;

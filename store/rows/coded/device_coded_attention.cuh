@@ -143,6 +143,7 @@ class AttendedCodedRows : public CodedMemory {
     if (!turns) return turns.status();
     w.num_block_turns = rope->blocks;
     w.pairing = rope->pairing;
+    w.pairs = rope->pairs;
     Status s = memory_.put(turns->place, &w.place_turns);
     return s ? memory_.put(turns->block, &w.block_turns) : s;
   }

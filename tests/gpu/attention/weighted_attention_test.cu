@@ -84,6 +84,16 @@ class WeightedAttentionTest : public RandomTest {
     const Attended got = attend_on_gpu(w, 4, shared_bytes);
     if (!HasFailure()) compare(w, got);
   }
+  // With several queries, and other fields by chance.
+  void check_some(Shape shape) {
+    shape.q_len = 1 + source_.below(8);
+    shape.kv_heads = 1 + source_.below(3);
+    shape.columns = 1 + source_.below(8);
+    shape.streams = 1 + source_.below(2);
+    shape.large_means = source_.below(3) == 0;
+    if (source_.below(2) != 0) shape.dtype = DType::kBFloat16;
+    check(shape);
+  }
   CodeSource source_;
 };
 
@@ -113,13 +123,18 @@ TEST_F(WeightedAttentionTest, EveryPairingAndSeveralQueries) {
       shape.head_dim = head_dim;
       shape.pairing = pairing;
       if (pairing == RopePairing::kNeighbours && source_.below(2) == 0) shape.rotary_dims = 32;
-      shape.q_len = 1 + source_.below(8);
-      shape.kv_heads = 1 + source_.below(3);
-      shape.columns = 1 + source_.below(8);
-      shape.streams = 1 + source_.below(2);
-      shape.large_means = source_.below(3) == 0;
-      if (source_.below(2) != 0) shape.dtype = DType::kBFloat16;
-      check(shape);
+      check_some(shape);
+      if (HasFailure()) return;
+    }
+  }
+}
+TEST_F(WeightedAttentionTest, HalvesOfPartOfTheHead) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (int32_t rotary = 32; rotary < head_dim; rotary += 32) {
+      Shape shape;
+      shape.head_dim = head_dim;
+      shape.rotary_dims = rotary;
+      check_some(shape);
       if (HasFailure()) return;
     }
   }

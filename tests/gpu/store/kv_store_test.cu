@@ -64,7 +64,9 @@ std::vector<TwinCase> all_cases() {
           {"Coded96Units16", with(coded(16), 96, 2, 5), 600},
           {"Coded128", with(coded(16), 128, 2, 8), 600},
           {"Coded128Neighbours", turned(with(coded(16), 128, 2, 8), neighbours, 64), 600},
+          {"Coded128PartHalves", turned(with(coded(16), 128, 2, 8), RopePairing::kHalves, 96), 600},
           {"Coded256", of_bfloats(with(coded(32), 256, 1, 16)), 500},
+          {"Coded256PartHalves", turned(with(coded(32), 256, 1, 4), RopePairing::kHalves, 64), 500},
           {"Channel64", with(ChannelFormat{4, 2, 128}, 64, 3, 3), 600},
           {"Channel128", of_bfloats(with(ChannelFormat{}, 128, 2, 8)), 600}};
 }
