@@ -37,7 +37,10 @@ masking: Any = importlib.import_module("transformers.masking_utils")
 rope_utils: Any = importlib.import_module("transformers.modeling_rope_utils")
 
 NAME = "tierkv"
-MODELS = ("llama", "mistral", "qwen2", "qwen3")
+# Types of models, by which dims of a head their RoPE turns together.
+HALVES = ("apertus", "arcee", "gemma", "gpt_neox", "granite", "granitemoe", "hunyuan_v1_dense", "llama", "mistral", "mixtral", "nemotron", "olmo2",
+          "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "stablelm", "starcoder2")
+NEIGHBOURS = ("cohere", "ernie4_5", "glm", "glm4", "helium")
 HEAD_DIMS = (64, 96, 128, 256)
 STEP_TOKENS = 8  # so many tokens attend to the compressed cache; more decode it first
 
@@ -311,22 +314,24 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
 def check_model(config: Any, head_dim: int) -> Rope:
     """The rotation of a model that TierCache serves; UnsupportedError says what it does not."""
-    if config.model_type not in MODELS:
-        raise UnsupportedError(f"TierCache: model type {config.model_type!r} is not one of {', '.join(MODELS)}")
-    windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
-    if windows or (config.model_type == "mistral" and getattr(config, "sliding_window", None)):
+    if config.model_type not in HALVES + NEIGHBOURS:
+        raise UnsupportedError(f"TierCache: model type {config.model_type!r} is not one of {', '.join(sorted(HALVES + NEIGHBOURS))}")
+    kinds = getattr(config, "layer_types", None)
+    windows = [kind for kind in kinds or [] if kind != "full_attention"]
+    if windows or (not kinds and getattr(config, "sliding_window", None)):
         raise UnsupportedError(f"TierCache: {config.model_type} with {windows[0] if windows else 'a sliding window'}")
     if head_dim not in HEAD_DIMS:
         raise UnsupportedError(f"TierCache: head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        inv_freq = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)
+        dims = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        inv_freq = 1.0 / rope["rope_theta"] ** (torch.arange(0, dims, 2, dtype=torch.float) / dims)
     elif kind in ("linear", "llama3", "yarn"):
         inv_freq, _ = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     else:
         raise UnsupportedError(f"TierCache: RoPE of type {kind!r}, whose frequencies change with the length")
-    return Rope("halves", 2 * len(inv_freq), inv_freq.float().numpy())
+    return Rope("halves" if config.model_type in HALVES else "neighbours", 2 * len(inv_freq), inv_freq.float().numpy())
 
 
 def _profile_rope(ours: Rope, model: Rope) -> Rope:

@@ -9,7 +9,7 @@ try:
     import torch
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ImportError("transformers is older than 5")
@@ -17,7 +17,7 @@ except ImportError as e:
     print(f"skipped: {e}")
     sys.exit(77)
 import tierkv  # noqa: E402
-from tierkv.hf import TierCache, attention, check_model  # noqa: E402
+from tierkv.hf import HALVES, NEIGHBOURS, TierCache, attention, check_model  # noqa: E402
 from tierkv.kv_store import CodedFormat  # noqa: E402
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -145,6 +145,34 @@ class Generation(unittest.TestCase):
         model = model_of(Qwen3ForCausalLM, Qwen3Config)
         passes = [self.ids(1, 30), self.ids(1, 1)]
         self.assert_near(self.logits(TierCache(max_tokens=64), passes, model=model), self.logits(DynamicCache(), passes, model=model))
+
+    def assert_undone(self, keys, rope):
+        """keys [tokens, head_dim] of one token at all positions are equal before RoPE."""
+        angle = torch.arange(len(keys), dtype=torch.float64)[:, None] * torch.tensor(rope.inv_freq).double()
+        halves, n = rope.pairing == "halves", rope.dims // 2
+        first, second = (slice(0, n), slice(n, 2 * n)) if halves else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+        a, b = keys[:, first].double(), keys[:, second].double()
+        before = keys.double().clone()
+        before[:, first], before[:, second] = a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()
+        self.assertGreater(float((keys - keys[0]).abs().max()), 1e-2)
+        self.assertLess(float((before - before[0]).abs().max()), 1e-4)
+
+    def test_types_of_models(self):
+        passes = [self.ids(1, n) for n in (250, 1, 30, 1)]
+        for kind in HALVES + NEIGHBOURS:
+            with self.subTest(kind):
+                torch.manual_seed(SEED)
+                config = AutoConfig.for_model(kind, **{**SHAPE, "hidden_size": 256})
+                for name, count in (("num_experts", 4), ("num_local_experts", 4), ("num_experts_per_tok", 2), ("head_dim", 64), ("sliding_window", None)):
+                    if getattr(config, name, None):
+                        setattr(config, name, count)
+                model = AutoModelForCausalLM.from_config(config).eval()
+                cache = DynamicCache()
+                self.logits(cache, [torch.full((1, 60), 5)], model=model)
+                self.assert_undone(cache.layers[0].keys[0, 0], check_model(config, 64))
+                cache = TierCache(CodedFormat(k=0.05, v=0.02), max_tokens=300)
+                exact = self.logits(DynamicCache(), passes, model=model)
+                self.assert_near(self.logits(cache, passes, model=model), exact, 0.05 * max(1.0, float(exact.abs().max())))
 
 
 class Refused(unittest.TestCase):

@@ -8,7 +8,7 @@ sys.path.insert(0, sys.argv.pop(1))
 try:
     import torch
     import transformers
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StableLmConfig, StableLmForCausalLM
 
     if int(transformers.__version__.split(".")[0]) < 5 or not torch.cuda.is_available():
         raise ImportError("needs a GPU and transformers 5")
@@ -65,6 +65,12 @@ class Generation(unittest.TestCase):
         for format, bound in BOUNDS.items():
             difference, held = self.compare(format, bound, [700, 1, 1, 1, 90, 1, 5, 1])
             print(f"{format}: logits differ by {difference:.3f}, {100 * held:.1f} % of memory")
+
+    def test_rope_over_half_of_the_head(self):
+        torch.manual_seed(SEED)
+        config = StableLmConfig(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})
+        self.models["part"] = StableLmForCausalLM(config).eval().to("cuda", torch.float16)
+        self.compare("small", BOUNDS["small"], [700, 1, 1, 90, 1, 5], dtype="part")
 
     def test_left_padding(self):
         mask = torch.ones(3, 330, dtype=torch.long, device="cuda")

@@ -120,6 +120,29 @@ class ServingLoop(unittest.TestCase):
                 self.assertEqual(store.export_sequence(cache.ids[1]), data, f"{format}, seed {SEED}")
                 cache.close()
 
+    def test_many_queries_and_their_probabilities(self):
+        """Against attention over what decode_range() gives."""
+        with torch.no_grad():
+            for format in ("raw", "small", "fast", "channel"):
+                cache = self.store_cache(format, 1)
+                cache.prompt(0, self.prompts((400,))[0])
+                store, count = cache.store, 23
+                c = store.config
+                q = torch.randn(1, count, c.num_q_heads, c.head_dim, device=DEVICE).to(torch.bfloat16 if c.dtype == "bfloat16" else torch.float16)
+                if DEVICE == "cpu":
+                    q = q.numpy()
+                seen = store.attend([cache.ids[0]], 1, q, probabilities=True)
+                k, v = (torch.as_tensor(x, device=DEVICE).float() for x in store.decode_range(cache.ids[0], 1, 0, 400, dtype="float16"))
+                logits = torch.einsum("qhgd,thd->qhgt", torch.as_tensor(q, device=DEVICE)[0].float().unflatten(1, (c.num_kv_heads, -1)), k)
+                logits = logits * c.head_dim**-0.5 + torch.full((count, 400), -torch.inf, device=DEVICE).triu(401 - count)[:, None, None]
+                p = logits.softmax(-1)
+                out = torch.einsum("qhgt,thd->qhgd", p, v).flatten(1, 2)
+                for name, got, want in (("out", seen.out, out), ("lse", seen.lse, logits.logsumexp(-1).flatten(1)),
+                                        ("probabilities", seen.probabilities, p.amax(2))):
+                    got = torch.as_tensor(got, device=DEVICE).float().reshape(want.shape)
+                    self.assertLess(float((got - want).abs().max()), 0.02 * float(want.abs().max()), f"{name} of {format}, seed {SEED}")
+                cache.close()
+
     def test_a_full_pool_preempts(self):
         slots, time = 8, [0.0]
         requests = poisson_trace(0, 12, SEED, Lengths(300, spread=0.1, most=400), Lengths(120, spread=0), SHAPE.vocabulary)
