@@ -86,10 +86,11 @@ TEST_F(EmulatedDeviceStore, CallsOfOthersComeBetween) {
   expect_calls_come_between({}, &rng_);
 }
 TEST_F(EmulatedDeviceStore, OfCodedRows) {
-  for (const int32_t unit : {64, 16}) {
+  for (const int32_t unit : {64, 32, 16}) {
     SCOPED_TRACE("unit " + std::to_string(unit));
     TwinChoice choice = {.format = CodedFormat{.unit_tokens = unit}, .num_kv_heads = 1};
-    if (unit == 16) choice.pairing = RopePairing::kNeighbours, choice.rotary_dims = 32;
+    if (unit < 64) choice.rotary_dims = 32;
+    if (unit == 16) choice.pairing = RopePairing::kNeighbours;
     live_together(choice, 40, 420);
     if (HasFatalFailure()) return;
   }

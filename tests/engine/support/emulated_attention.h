@@ -48,19 +48,26 @@ struct EmulatedAttention {
     if (call.raw_blocks) {
       return call.head_dim == 64 ? raw_rows_kernel<4> : raw_rows_kernel<8>;
     }
-    if (call.weighted.pairing == RopePairing::kNone) return nullptr;
-    const bool halves = call.weighted.pairing == RopePairing::kHalves;
-    return halves ? of_pairing<RopePairing::kHalves>() : of_pairing<RopePairing::kNeighbours>();
+    switch (key_turning(call.weighted, call.head_dim)) {
+      case KeyTurning::kNone:
+        return nullptr;
+      case KeyTurning::kHalves:
+        return of_turning<KeyTurning::kHalves>();
+      case KeyTurning::kPartHalves:
+        return of_turning<KeyTurning::kPartHalves>();
+      default:
+        return of_turning<KeyTurning::kNeighbours>();
+    }
   }
-  template <RopePairing kPairing>
-  CodedKernel of_pairing() const {
+  template <KeyTurning kTurning>
+  CodedKernel of_turning() const {
     const bool one = call.keys.codebook.streams_per_lane == 1;
-    if (call.head_dim == 64) return one ? kernel<4, 1, kPairing> : kernel<4, 2, kPairing>;
-    return one ? kernel<8, 1, kPairing> : kernel<8, 2, kPairing>;
+    if (call.head_dim == 64) return one ? kernel<4, 1, kTurning> : kernel<4, 2, kTurning>;
+    return one ? kernel<8, 1, kTurning> : kernel<8, 2, kTurning>;
   }
-  template <int kDimBlocks, int kStreams, RopePairing kPairing>
+  template <int kDimBlocks, int kStreams, KeyTurning kTurning>
   static constexpr CodedKernel kernel =
-      coded_attention_kernel<kDimBlocks, WeightedCode<kStreams, 0, kPairing>>;
+      coded_attention_kernel<kDimBlocks, WeightedCode<kStreams, 0, kTurning>>;
 
   CodedKernelParams params() const {
     CodedKernelParams p{};
