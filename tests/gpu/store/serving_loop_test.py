@@ -129,8 +129,6 @@ class ServingLoop(unittest.TestCase):
                 store, count = cache.store, 23
                 c = store.config
                 q = torch.randn(1, count, c.num_q_heads, c.head_dim, device=DEVICE).to(torch.bfloat16 if c.dtype == "bfloat16" else torch.float16)
-                if DEVICE == "cpu":
-                    q = q.numpy()
                 seen = store.attend([cache.ids[0]], 1, q, probabilities=True)
                 k, v = (torch.as_tensor(x, device=DEVICE).float() for x in store.decode_range(cache.ids[0], 1, 0, 400, dtype="float16"))
                 logits = torch.einsum("qhgd,thd->qhgt", torch.as_tensor(q, device=DEVICE)[0].float().unflatten(1, (c.num_kv_heads, -1)), k)
