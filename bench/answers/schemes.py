@@ -227,24 +227,37 @@ CLASS_SHARES = (0.1, 0.4)  # of all heads, by sensitivity; the rest is the last 
 CLASS_FORMATS = (((8, 4), (8, 4)), ((4, 4), (4, 2)), ((4, 2), (2, 2)))  # (key, value) bits of important tokens, of the others
 
 
+HIGH, LOW, MOVED = range(3)  # tiers of tokens; MOVED: high once, then coded again from what was decoded
+
+
+def at_widths(y, widths):
+    """y [heads, tokens, channels] as codes of widths [heads, tokens] leave it."""
+    y = y.copy()
+    for width in np.unique(widths):
+        mask = widths == width
+        y[mask] = clipped(y[mask]) if width == 2 else min_max(y[mask], int(width))
+    return y
+
+
+def tiers_left(layer, at, profile, tiers, formats=CLASS_FORMATS):
+    """Tokens `at` in tiers [heads, tokens]; formats: by class of the head."""
+    turn, mean = rotation(layer.k.shape[2]), as_float16(profile.key_mean_after)[:, None]
+    widths = np.array([[[f[j] for f in formats[c]] for c in profile.head_class] for j in range(2)])  # [component, head, tier]
+    bits, decoded = 0, []
+    for y, (high, low) in zip(((layer.k[:, at] - mean) @ turn.T, layer.v[:, at] @ turn.T), np.moveaxis(widths, 2, 1)):
+        y = np.where((tiers == MOVED)[..., None], at_widths(y, np.broadcast_to(high[:, None], tiers.shape)), y)
+        of_token = np.where(tiers == HIGH, high[:, None], low[:, None])
+        bits += of_token.sum() * y.shape[2] + of_token.size * SCALE_BITS
+        decoded.append(at_widths(y, of_token) @ turn)
+    return left(layer, at, decoded[0] + mean, decoded[1], bits)
+
+
 def class_tiers(alpha=1.0):
     """Formats by class of heads, in each two tiers: a token is important where its significance is alpha / its place or more."""
     def run(layer, rope, profile):
-        at, turn = body(layer), rotation(layer.k.shape[2])
-        mean = as_float16(profile.key_mean_after)[:, None]
-        x = {"k": (layer.k[:, at] - mean) @ turn.T, "v": layer.v[:, at] @ turn.T}
-        widths = {"k": np.zeros(x["k"].shape[:2], np.int32), "v": np.zeros(x["k"].shape[:2], np.int32)}
+        at = body(layer)
         important = layer.significance[:, at] >= alpha / np.arange(at.start + 1, at.stop + 1)
-        for h, c in enumerate(profile.head_class):
-            for tier, mask in zip(CLASS_FORMATS[c], (important[h], ~important[h])):
-                widths["k"][h, mask], widths["v"][h, mask] = tier
-        bits = 0
-        for name, y in x.items():
-            for width in np.unique(widths[name]):
-                mask = widths[name] == width
-                y[mask] = clipped(y[mask]) if width == 2 else min_max(y[mask], int(width))
-                bits += mask.sum() * (int(width) * y.shape[2] + SCALE_BITS)
-        return left(layer, at, x["k"] @ turn + mean, x["v"] @ turn, bits)
+        return tiers_left(layer, at, profile, np.where(important, HIGH, LOW))
     return run
 
 

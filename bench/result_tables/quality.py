@@ -215,3 +215,25 @@ def store_quality():
             for m in sorted(r["rows"], key=lambda m: (m["tokens"], m["device"], m["format"], not m["profile"], m["way"], m["task"] != "text"))]
     return markdown(["format", "tokens", "made in", "task", "prompts", "read at a time", "on", "nominal %", "held %", "KL", "same top token %",
                      "lookups right %"], rows)
+
+
+POLICIES = {"once": "once", "algorithm_1": "Algorithm 1", "all_queries": "all queries"}
+MEMORIES = {"fast": (0.24, 0.25, 0.26), "k8v4/k4v2": (0.3, 0.33, 0.36)}  # that all policies reach
+
+
+@table
+def running_tiers():
+    found = result("running_tiers.json")["rows"]
+
+    def kl_at(memory, **of):
+        """Along alpha, linear in memory and the logarithm of the mean KL."""
+        rows = [r for r in found if all(r[key] == x for key, x in of.items())]
+        mean = {a: [summary.mean([r[key] for r in rows if r["alpha"] == a]) for key in ("memory", "kl")] for a in {r["alpha"] for r in rows}}
+        points = sorted(mean.values())
+        for (m, kl), (next_m, next_kl) in zip(points, points[1:]):
+            if m <= memory <= next_m:
+                return kl * (next_kl / kl)**((memory - m) / (next_m - m))
+        return None
+    rows = [[f"`{formats}`", f"{100 * m:.0f}", *(number(kl_at(m, formats=formats, policy=p, task=task), 4) for task in TASKS for p in POLICIES)]
+            for formats, memories in MEMORIES.items() for m in memories]
+    return markdown(["formats", "memory %", *(f"{name}, {'lookups' if task == 'lookup' else task}" for task in TASKS for name in POLICIES.values())], rows)
