@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over tokens of one sequence that the place has decoded to fp16: any number of queries,
 // each over the tokens up to its own, and their probabilities. Calls that the kernels of steps do
-// not take come here. A CTA has 64 columns (query, head of the group) of a kv_head, eight a warp,
+// not take come here. A CTA has columns (query, head of the group) of a kv_head, 8 or 16 a warp,
 // and takes the tokens of a piece tile by tile through shared memory. Between pieces it keeps its
 // sums in memory. By count it reads 512 bytes of shared memory for a product of 16 tokens, 16 dims
-// and 8 columns.
+// and the columns of a warp.
 #pragma once
 
 #include "store/place/device/raw_attend_kernel.cuh"
@@ -12,14 +12,21 @@
 namespace tierkv::store {
 
 inline constexpr int32_t kDecodedWarps = 8, kDecodedThreads = 32 * kDecodedWarps;
-inline constexpr int32_t kDecodedColumns = kRawColumns * kDecodedWarps;
 inline constexpr int32_t kDecodedTokens = 32;  // of a tile
 
-// Columns of a CTA that takes whole groups.
-TKV_HD constexpr int32_t grouped_columns(int32_t group) {
-  return kDecodedColumns / group * group;
+// Attention: sets of eight columns of a warp, those that registers hold, and columns of a CTA.
+TKV_HD constexpr int32_t decoded_sets(int32_t head_dim) {
+  return head_dim <= 128 ? 2 : 1;
 }
-// Floats of a lane's sums.
+TKV_HD constexpr int32_t decoded_columns(int32_t head_dim) {
+  return decoded_sets(head_dim) * kRawColumns * kDecodedWarps;
+}
+// Probabilities: columns of a CTA, which takes whole groups.
+inline constexpr int32_t kProbableColumns = kRawColumns * kDecodedWarps;
+TKV_HD constexpr int32_t grouped_columns(int32_t group) {
+  return kProbableColumns / group * group;
+}
+// Floats of a lane's sums of a set.
 TKV_HD constexpr int32_t decoded_sums(int32_t head_dim) {
   return head_dim / kDimBlock * 4 + 4;
 }
@@ -30,7 +37,7 @@ struct DecodedAttendCall : RawAttendCall {
   uint16_t* k = nullptr;       // fp16 [end - first, num_kv_heads, head_dim], 16-byte aligned
   uint16_t* v = nullptr;       // likewise
   uint8_t* pruned = nullptr;   // [num_kv_heads, end - first], not 0: nobody sees the token
-  float* sums = nullptr;       // [ctas, warps, decoded_sums(), 32], from piece to piece
+  float* sums = nullptr;       // [ctas, warps, sets, decoded_sums(), 32], from piece to piece
   bool is_last = false;
   // Query j's for position p of a kv_head: at j * query_stride + kv_head * stride + p.
   float* probabilities = nullptr;
@@ -45,7 +52,7 @@ struct DecodedShared {
   bool pruned[kDecodedTokens];
 };
 struct DecodedLargest {
-  int32_t bits[kDecodedColumns][kDecodedTokens];  // of floats, none negative; by query of the CTA
+  int32_t bits[kProbableColumns][kDecodedTokens];  // of floats, none negative; by query of the CTA
 };
 
 template <int32_t kHeadDim>
@@ -54,6 +61,7 @@ struct DecodedWarp : RawWarp<kHeadDim> {
   using Base::r, Base::lane, Base::g, Base::t, Base::kBlocks;
   using typename Base::Queries;
   using Sums = WarpColumns<kBlocks>;
+  static constexpr int32_t kSets = decoded_sets(kHeadDim);
   const DecodedAttendCall& d;
   DecodedShared<kHeadDim>& shared;
 
@@ -93,42 +101,68 @@ struct DecodedWarp : RawWarp<kHeadDim> {
     shared.pruned[token] = d.pruned[row + first - d.first + token] != 0;
   }
 
-  // Logits of 16 tokens, `token` of the tile at position `first` on, as score_item() has them.
-  __device__ __forceinline__ void score(const Queries& q, int32_t first, int32_t token,
-                                        float (&s)[4]) {
+  // Logits of 16 tokens, `token` of the tile at position `first` on, as score_item() has them, for
+  // kCount sets of columns.
+  template <int kCount>
+  __device__ __forceinline__ void score(const Queries (&q)[kCount], int32_t first, int32_t token,
+                                        float (&s)[kCount][4]) {
 #pragma unroll
-    for (float& x : s) x = 0;
+    for (auto& of_set : s) {
+#pragma unroll
+      for (float& x : of_set) x = 0;
+    }
     const int32_t row = token + lane % 16, dim = lane / 16 * 8;
-    score_tile(
-        q.words,
-        [&](int f, uint32_t(&a)[4]) { load_matrices(a, &shared.k[row][kDimBlock * f + dim]); }, s);
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+      uint32_t a[4];
+      load_matrices(a, &shared.k[row][kDimBlock * f + dim]);
+#pragma unroll
+      for (int32_t n = 0; n < kCount; ++n) {
+        mma_m16n8k16(s[n], a, q[n].words[f][0], q[n].words[f][1]);
+      }
+    }
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
       const int32_t at = token + g + 8 * (i / 2), position = first + at;
-      const bool is_seen = position < d.end && position <= q.position[i % 2] && !shared.pruned[at];
-      s[i] = is_seen ? s[i] * q.factor[i % 2] : -INFINITY;
+      const bool is_token = position < d.end && !shared.pruned[at];
+#pragma unroll
+      for (int32_t n = 0; n < kCount; ++n) {
+        const bool is_seen = is_token && position <= q[n].position[i % 2];
+        s[n][i] = is_seen ? s[n][i] * q[n].factor[i % 2] : -INFINITY;
+      }
     }
   }
-  __device__ __forceinline__ void add(Sums& sums, int32_t token, float (&s)[4]) {
+  __device__ __forceinline__ void add(Sums (&sums)[kSets], int32_t token, float (&s)[kSets][4]) {
     const int32_t row = token + lane / 16 * 8 + lane % 8, dim = lane / 8 % 2 * 8;
-    Base::add_item(sums, s, [&](int f, uint32_t(&a)[4]) {
+    uint32_t p[kSets][2];
+#pragma unroll
+    for (int32_t n = 0; n < kSets; ++n) Base::weigh(sums[n], s[n], p[n]);
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+      uint32_t a[4];
       load_matrices_transposed(a, &shared.v[row][kDimBlock * f + dim]);
-    });
+#pragma unroll
+      for (int32_t n = 0; n < kSets; ++n) mma_m16n8k16(sums[n].out[f], a, p[n][0], p[n][1]);
+    }
   }
 
-  // The place of this lane's sum i between pieces.
-  __device__ __forceinline__ float& kept_sum(int32_t i) {
+  // The place of this lane's sum i of a set between pieces.
+  __device__ __forceinline__ float& kept_sum(int32_t set, int32_t i) {
     const int64_t cta = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
-    return d.sums[((cta * kDecodedWarps + Base::warp) * decoded_sums(kHeadDim) + i) * 32 + lane];
+    const int64_t of_set = (cta * kDecodedWarps + Base::warp) * kSets + set;
+    return d.sums[(of_set * decoded_sums(kHeadDim) + i) * 32 + lane];
   }
   template <class Move>
-  __device__ __forceinline__ void each_sum(Sums& sums, const Move& move) {
+  __device__ __forceinline__ void each_sum(Sums (&sums)[kSets], const Move& move) {
 #pragma unroll
-    for (int32_t i = 0; i < 4 * kBlocks; ++i) move(kept_sum(i), sums.out[i / 4][i % 4]);
+    for (int32_t n = 0; n < kSets; ++n) {
 #pragma unroll
-    for (int32_t i = 0; i < 2; ++i) {
-      move(kept_sum(4 * kBlocks + i), sums.reference[i]);
-      move(kept_sum(4 * kBlocks + 2 + i), sums.sum[i]);
+      for (int32_t i = 0; i < 4 * kBlocks; ++i) move(kept_sum(n, i), sums[n].out[i / 4][i % 4]);
+#pragma unroll
+      for (int32_t i = 0; i < 2; ++i) {
+        move(kept_sum(n, 4 * kBlocks + i), sums[n].reference[i]);
+        move(kept_sum(n, 4 * kBlocks + 2 + i), sums[n].sum[i]);
+      }
     }
   }
 
@@ -156,22 +190,27 @@ struct DecodedWarp : RawWarp<kHeadDim> {
   }
 };
 
-// Grid: kv_heads, then columns by kDecodedColumns.
+// Grid: kv_heads, then columns by decoded_columns().
 template <int32_t kHeadDim>
 __global__ void __launch_bounds__(kDecodedThreads)
     decoded_attend_kernel(const __grid_constant__ DecodedAttendCall c) {
   extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
   wait_for_previous_kernel();
-  DecodedWarp<kHeadDim> w{{c}, c, *reinterpret_cast<DecodedShared<kHeadDim>*>(attend_shared_bytes)};
-  const auto of_cta = static_cast<int32_t>(blockIdx.y) * kDecodedColumns;
-  const int32_t last = least(of_cta + kDecodedColumns, c.group * c.q_len) - 1;
+  using Warp = DecodedWarp<kHeadDim>;
+  constexpr int32_t kSets = Warp::kSets, kColumns = decoded_columns(kHeadDim);
+  Warp w{{c}, c, *reinterpret_cast<DecodedShared<kHeadDim>*>(attend_shared_bytes)};
+  const auto of_cta = static_cast<int32_t>(blockIdx.y) * kColumns;
+  const int32_t last = least(of_cta + kColumns, c.group * c.q_len) - 1;
   const int32_t end = least(c.end, w.position_of(w.column_at(last).query) + 1);
-  const int32_t first_column = of_cta + w.warp * kRawColumns;
-  const auto q = w.load_queries(first_column);
-  typename DecodedWarp<kHeadDim>::Sums sums;
-  if (c.first == 0) {
-    sums.begin();
-  } else {
+  const int32_t first_column = of_cta + w.warp * kSets * kRawColumns;
+  typename Warp::Queries q[kSets];
+  typename Warp::Sums sums[kSets];
+#pragma unroll
+  for (int32_t n = 0; n < kSets; ++n) {
+    q[n] = w.load_queries(first_column + n * kRawColumns);
+    sums[n].begin();
+  }
+  if (c.first > 0) {
     w.each_sum(sums, [](const float& kept, float& x) { x = kept; });
   }
   auto k = w.load_rows(c.k, c.first), v = w.load_rows(c.v, c.first);
@@ -183,14 +222,15 @@ __global__ void __launch_bounds__(kDecodedThreads)
     k = w.load_rows(c.k, first + kDecodedTokens), v = w.load_rows(c.v, first + kDecodedTokens);
 #pragma unroll 1
     for (int32_t token = 0; token < kDecodedTokens; token += kTileTokens) {
-      float s[4];
+      float s[kSets][4];
       w.score(q, first, token, s);
       w.add(sums, token, s);
     }
     __syncthreads();  // nobody reads the tile any more
   }
   if (c.is_last) {
-    w.write(sums, first_column);
+#pragma unroll
+    for (int32_t n = 0; n < kSets; ++n) w.write(sums[n], first_column + n * kRawColumns);
   } else {
     w.each_sum(sums, [](float& kept, const float& x) { kept = x; });
   }
@@ -209,7 +249,7 @@ __global__ void __launch_bounds__(kDecodedThreads)
   const int32_t columns = grouped_columns(c.group), of_cta = blockIdx.y * columns;
   const int32_t end = least(of_cta + columns, c.group * c.q_len);
   const int32_t first_column = of_cta + w.warp * kRawColumns;
-  const auto q = w.load_queries(first_column);
+  const typename DecodedWarp<kHeadDim>::Queries q[1] = {w.load_queries(first_column)};
   float lse[2];
   int32_t query[2];  // of the CTA
 #pragma unroll
@@ -222,19 +262,19 @@ __global__ void __launch_bounds__(kDecodedThreads)
   for (int32_t first = c.first; first < c.end; first += kDecodedTokens) {
     w.store_rows(w.load_rows(c.k, first), w.shared.k);
     w.copy_pruned(first);
-    for (auto i = static_cast<int32_t>(threadIdx.x); i < kDecodedColumns * kDecodedTokens;
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < kProbableColumns * kDecodedTokens;
          i += kDecodedThreads) {
       largest.bits[i / kDecodedTokens][i % kDecodedTokens] = 0;
     }
     __syncthreads();
 #pragma unroll 1
     for (int32_t token = 0; token < kDecodedTokens; token += kTileTokens) {
-      float s[4];
+      float s[1][4];
       w.score(q, first, token, s);
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {
-        if (lse[i % 2] == -INFINITY || s[i] == -INFINITY) continue;
-        const float p = exp2_fast(s[i] - lse[i % 2]);
+        if (lse[i % 2] == -INFINITY || s[0][i] == -INFINITY) continue;
+        const float p = exp2_fast(s[0][i] - lse[i % 2]);
         atomicMax(&largest.bits[query[i % 2]][token + w.g + 8 * (i / 2)],
                   static_cast<int32_t>(float_bits(p)));
       }

@@ -117,10 +117,12 @@ Status DevicePlace::take_piece(const LayerAttend& call, int32_t tokens, DecodedA
   const CacheLayout& l = config_.layout;
   const int64_t piece = int64_t{least(tokens, kPieceTokens)} * l.num_kv_heads;
   const int64_t lines = int64_t{call.q_len} * l.num_q_heads;
-  const int64_t ctas = l.num_kv_heads * ctas_for(call.q_len * l.group_size(), kDecodedColumns);
+  const int64_t ctas =
+      l.num_kv_heads * ctas_for(call.q_len * l.group_size(), decoded_columns(l.head_dim));
   const bool needs_lse = call.lse == nullptr && (call.probabilities != nullptr || call.count_query);
-  const int64_t sums =
-      tokens <= kPieceTokens ? 0 : ctas * kDecodedThreads * decoded_sums(l.head_dim);
+  const int64_t sums = tokens <= kPieceTokens ? 0
+                                              : ctas * kDecodedThreads * decoded_sets(l.head_dim) *
+                                                    decoded_sums(l.head_dim);
   int64_t bytes = 0;
   const auto place = [&bytes](int64_t count, int64_t of_one) {
     const int64_t at = bytes;
@@ -196,7 +198,7 @@ Status DevicePlace::attend_sequence(const DecodedAttendCall& call, const LayerMo
   return with_head_dim(call.raw.head_dim, [&](auto dim) -> Status {
     constexpr size_t kShared = sizeof(DecodedShared<dim>);
     Status s = each_piece(call, move, [&](const DecodedAttendCall& piece) {
-      return launch_after_previous(decoded_attend_kernel<dim>, grid(kDecodedColumns),
+      return launch_after_previous(decoded_attend_kernel<dim>, grid(decoded_columns(dim)),
                                    kDecodedThreads, kShared, stream_, piece);
     });
     if (!s || call.probabilities == nullptr) return s;

@@ -226,10 +226,9 @@ struct RawWarp {
     }
   }
 
-  // Adds 16 tokens with the logits of score_item(). values: as add_tile() takes them.
-  template <class Values>
-  __device__ __forceinline__ static void add_item(WarpColumns<kBlocks>& part, float (&s)[4],
-                                                  const Values& values) {
+  // The logits of 16 tokens into p, their weights as add_tile() takes them.
+  __device__ __forceinline__ static void weigh(WarpColumns<kBlocks>& part, float (&s)[4],
+                                               uint32_t (&p)[2]) {
     float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
     part.raise(top, kHeadroom);
 #pragma unroll
@@ -237,8 +236,15 @@ struct RawWarp {
       s[i] = exp2_fast(s[i] - part.reference[i % 2]);
       part.sum[i % 2] += s[i];
     }
-    const uint32_t p[2] = {transpose_8x8(pack_halves(s[0], s[1])),
-                           transpose_8x8(pack_halves(s[2], s[3]))};
+    p[0] = transpose_8x8(pack_halves(s[0], s[1]));
+    p[1] = transpose_8x8(pack_halves(s[2], s[3]));
+  }
+  // Adds 16 tokens with the logits of score_item(). values: as add_tile() takes them.
+  template <class Values>
+  __device__ __forceinline__ static void add_item(WarpColumns<kBlocks>& part, float (&s)[4],
+                                                  const Values& values) {
+    uint32_t p[2];
+    weigh(part, s, p);
     part.add_tile(values, p);
   }
 
