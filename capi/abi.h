@@ -52,8 +52,8 @@ inline void set_message(tkv_error* error, const char* text) {
   if (error == nullptr || error->struct_size <= kHeader) return;
   const size_t room = std::min(error->struct_size, sizeof(tkv_error)) - kHeader - 1;
   size_t n = std::min(std::strlen(text), room);
-  // Never cut inside a UTF-8 sequence.
-  while (n > 0 && n == room && (static_cast<unsigned char>(text[n]) & 0xc0u) == 0x80u) --n;
+  // Never cut inside a UTF-8 sequence. text[n] is what comes first behind the cut.
+  while (n > 0 && (static_cast<unsigned char>(text[n]) & 0xc0u) == 0x80u) --n;
   std::memcpy(error->message, text, n);
   error->message[n] = 0;
 }

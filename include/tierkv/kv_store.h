@@ -196,15 +196,19 @@ class TKV_API KvStore final {
   // what the host knows of free pages does not suffice. Exists where the library was built with
   // CUDA.
   //
-  // Calls tell kOutOfPages and other refusals at once, as in host memory. Kernels look at the
-  // values, and take_status() tells what they found. A NaN counts as 0, a value beyond fp16 as the
-  // largest, and a significance that is negative or not finite as unknown.
+  // Calls tell kOutOfPages and other refusals at once, as in host memory; kInvalidArgument where
+  // the current device is another one. Kernels look at the values, and take_status() tells what
+  // they found. A NaN counts as 0 and a value beyond fp16 as 0 or the largest; with TiersFormat the
+  // key or value of such a token may become zeros. A significance that is negative or not finite
+  // counts as unknown.
   //
   // A step (begin, append and attend of every layer, up to kMaxStepTokens tokens) can be captured
   // in a CUDA graph. The captured calls count as made, and the graph's first launch makes them;
-  // note_replay() comes before each further launch. Nothing else can be captured. kInvalidArgument
-  // refuses a step of sequences whose layers differ (a chunk was given up), and a step of
-  // CodedFormat before a layer has its means and codebooks (store/ENGINE.md).
+  // note_replay() comes before each further launch. A launch that is owed comes before any other
+  // call of the store. Where it never comes, its sequences can only be released. Nothing else can
+  // be captured but attend. kInvalidArgument refuses a step of sequences whose layers differ (a
+  // chunk was given up), and a step of CodedFormat before a layer has its means and codebooks
+  // (store/ENGINE.md).
   //
   // k, v, q and out are aligned to 16 bytes. Three kinds of attend() are slower and cannot be
   // captured: more than kMaxStepTokens queries of a sequence, probabilities, and several queries of
@@ -242,7 +246,8 @@ class TKV_API KvStore final {
   Result<SequenceId> fork(SequenceId source);
   // Forgets all tokens from position `tokens` on; a body token that stays keeps its precision.
   // Layers may differ behind that position. So a chunk that only some layers have got can be given
-  // up.
+  // up. kInvalidArgument for more tokens than there are; kOutOfPages where a shared page is cut and
+  // none is free to copy it to.
   Status truncate(SequenceId sequence, int32_t tokens);
   Status release(SequenceId sequence);
 
@@ -265,7 +270,8 @@ class TKV_API KvStore final {
   // none. A failure while the memory is filled (kCuda) leaves no sequence there.
   Status export_sequence(SequenceId sequence, const ExportTarget& target);
   // The bytes may be pinned, as above. kCorrupt, kVersion; kInvalidArgument for bytes of another
-  // config or profile; kOutOfPages; kOutOfMemory as above.
+  // config or profile; kOutOfRange where max_sequences are open or the sequence is longer than
+  // max_tokens; kOutOfPages; kOutOfMemory as above.
   Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size);
 
  private:

@@ -66,7 +66,10 @@ def byte_memory(data: Any, name: str) -> Array:
     is_plain = isinstance(data, (bytes, bytearray, memoryview))
     if not (is_plain or is_tensor(data) or isinstance(data, np.ndarray) or hasattr(data, "__dlpack__")):
         raise ArgumentTypeError(f"{name}: neither bytes nor an array of uint8")
-    array: Array = np.frombuffer(data, np.uint8) if is_plain else to_numpy(data, name)
+    try:
+        array: Array = np.frombuffer(data, np.uint8) if is_plain else to_numpy(data, name)
+    except (BufferError, ValueError) as e:
+        raise ArgumentTypeError(f"{name}: {e}") from None
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise ArgumentTypeError(f"{name}: neither bytes nor a dense array of uint8 with one dimension")
     return array

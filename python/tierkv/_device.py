@@ -43,13 +43,18 @@ def is_on_device(x: Any) -> bool:
     return hasattr(x, "__cuda_array_interface__")
 
 
-def device_array(x: Any, name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]", stream: int, dense: bool = True) -> DeviceArray:
-    """x, checked to be one of `dtypes` and `dense`, once what its library has enqueued for it precedes new work on `stream` (DLPack alone can
-    promise that)."""
+def device_array(x: Any, name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]", stream: int, dense: bool = True,
+                 index: "int | None" = None) -> DeviceArray:
+    """x, checked to be one of `dtypes`, `dense` and on GPU `index`, once what its library has enqueued for it precedes new work on `stream` (DLPack
+    alone can promise that, and tell the GPU)."""
     if _is_made_on(x, stream):
         a = _from_torch(x, name)
     else:
         a = _from_dlpack(x, name, stream) if hasattr(x, "__dlpack__") else _from_interface(x, name)
+    if index is not None and hasattr(x, "__dlpack_device__"):
+        at = x.get_device() if hasattr(x, "get_device") else x.__dlpack_device__()[1]  # torch's own takes less time
+        if at != index:
+            raise ArgumentTypeError(f"{name}: on GPU {at} instead of {index}")
     if dense:
         _require_dense(a, name)
     if a.dtype not in dtypes:

@@ -30,7 +30,7 @@ class Batch:
         if self.pads and len(self.pads) != rows:
             raise InvalidArgumentError(f"{rows} rows follow on {len(self.pads)}")
         before = self.tokens() if self.pads else [0] * rows
-        pads = _left_padding(mask, rows, self.length + tokens) if mask is not None else (self.pads or [0] * rows)
+        pads = _left_padding(mask, rows, self.length + tokens) if mask is not None else ([min(pad, self.length) for pad in self.pads] or [0] * rows)
         if self.pads and any(a != b for a, b, seen in zip(self.pads, pads, before) if seen > 0):
             raise PaddingError("attention_mask: hides or shows tokens that are in the cache already")
         self.length, self.pads = self.length + tokens, list(pads)
@@ -53,8 +53,6 @@ def _left_padding(mask: Any, rows: int, length: int) -> List[int]:
         raise PaddingError(f"attention_mask: has shape {visible.shape}, needed is {(rows, length)}")
     counts = visible.sum(axis=1)
     for row in range(rows):
-        if counts[row] == 0:
-            raise PaddingError(f"attention_mask: row {row} shows no token")
         if not visible[row, length - counts[row]:].all():
             raise PaddingError(f"attention_mask: row {row} is not padded on the left alone")
     return [int(length - count) for count in counts]

@@ -180,10 +180,10 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
                 pass
         self._ids, self._batch, self._waits = [], Batch(), False
 
-    def crop(self, max_length: int) -> None:
-        """Keeps so many positions, padding included; a number that is not positive removes so many. OutOfPagesError, where sequences share
-        pages: some may then be cropped and others not; the call can be repeated."""
-        length = max_length if max_length > 0 else self._batch.length + max_length
+    def crop(self, tokens_to_remove: int) -> None:
+        """A negative number removes so many positions, padding included; a positive one keeps so many, all where there are fewer. OutOfPagesError,
+        where sequences share pages: some may then be cropped and others not; the call can be repeated."""
+        length = min(tokens_to_remove, self._batch.length) if tokens_to_remove > 0 else self._batch.length + tokens_to_remove
         for id, tokens in zip(self._ids, self._batch.tokens(length)):
             if self.store.num_tokens(id) > tokens:
                 self.store.truncate(id, tokens)
@@ -200,6 +200,11 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._select([i for i in range(len(self._ids)) for _ in range(repeats)])
 
     def _select(self, chosen: List[int]) -> None:
+        if not self._ids and not chosen:
+            return
+        self._choose(chosen)
+
+    def _choose(self, chosen: List[int]) -> None:
         """Rows that stay keep their sequence; the others are forks, which share its pages. OutOfRangeError: nothing changed. OutOfPagesError: nor
         did anything, unless all max_sequences were open; reset() then."""
         moves = Moves(chosen, len(self._ids))
@@ -209,11 +214,14 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         ids: List[int] = []
         made: List[int] = []
         dropped = list(moves.dropped)
+        opened = len(self._ids)
         try:
             for old, forked in zip(chosen, moves.forked):
                 # Copies come before rows are given up as long as there is room, so that a failure changes nothing.
-                if forked and len(self._ids) + len(made) == self.store.config.max_sequences:
+                if forked and opened == self.store.config.max_sequences:
                     self.store.release(self._ids[dropped.pop()])
+                    opened -= 1
+                opened += forked
                 ids.append(self.store.fork(self._ids[old]) if forked else self._ids[old])
                 if forked:
                     made.append(ids[-1])
@@ -231,15 +239,25 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scaling: float) -> Tensor:
         """q [batch, heads, tokens, head_dim], k and v likewise; the output is [batch, tokens, heads, head_dim]."""
         self._waits = False
+        if torch.is_grad_enabled() and q.requires_grad:
+            raise UnsupportedError("TierCache: gradients; use torch.no_grad() or torch.inference_mode()")
         if module.layer_idx == 0:
             self._begin(module, q, k, mask, scaling)
         now = self._pass
         assert now is not None and now.layer == module.layer_idx
-        if now.step is not None:
-            out = now.step.run(module.layer_idx, q, k, v)
-        else:
-            out = self._attend_raw(module.layer_idx, q, k, v, scaling)
-            self._append(module.layer_idx, k, v, q, scaling)
+        try:
+            if now.step is not None:
+                out = now.step.run(module.layer_idx, q, k, v)
+            else:
+                out = self._attend_raw(module.layer_idx, q, k, v, scaling)
+                self._append(module.layer_idx, k, v, q, scaling)
+                if module.layer_idx == self.store.config.num_layers - 1:
+                    self.store.take_status()  # a GPU tells of values beyond fp16 here alone
+        except Exception:
+            for id, tokens in zip(self._ids, now.seen):
+                self.store.truncate(id, tokens)
+            self._batch.crop(self._batch.length - q.shape[2])
+            raise
         now.layer += 1
         return out
 
@@ -292,6 +310,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             return _sdpa(q, k, v, scaling, None)
         out = torch.zeros_like(q.transpose(1, 2))
         for i, (n, past) in enumerate(zip(new, seen)):
+            if n == 0:
+                continue
             queries, keys, values = (x[i:i + 1, :, -n:] for x in (q, k, v))
             if past:
                 stored = self.store.decode_range(self._ids[i], layer, 0, past)
@@ -343,26 +363,43 @@ def _profile_rope(ours: Rope, model: Rope) -> Rope:
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], scaling: Optional[float] = None,
               dropout: float = 0.0, **kwargs: Any) -> Tuple[Tensor, None]:
-    """The attention function: through the TierCache that the keys came from, without one by torch."""
+    """The attention function: through the TierCache that the keys came from, without one by torch. Causal, but for modules without a cache
+    that say otherwise."""
     for extra in ("softcap", "s_aux", "position_bias", "sliding_window"):
         if kwargs.get(extra) is not None:
             raise UnsupportedError(f"{type(module).__name__}: attention with {extra}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if isinstance(attention_mask, _OtherMask):
+        raise UnsupportedError(f"{type(module).__name__}: a mask that is more than causal and padding")
+    given = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if given is None else given)
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UnsupportedError(f"{type(module).__name__}: a mask of {attention_mask.dim()} dimensions; only padding [batch, positions] is taken")
     cache: Optional[TierCache] = getattr(key, "tierkv_cache", None)
     if cache is not None:
+        if not causal:
+            raise UnsupportedError(f"TierCache: {type(module).__name__} is not causal")
         return cache._attend(module, query, key, value, attention_mask, scale), None
-    visible = None
+    tokens, seen = query.shape[2], key.shape[2]
+    if causal and attention_mask is None and tokens == seen:
+        return _sdpa(query, key, value, scale, None), None
+    visible = torch.ones(tokens, seen, dtype=torch.bool, device=query.device)
+    if causal:
+        visible = visible.tril(seen - tokens)
     if attention_mask is not None:
-        tokens, seen = query.shape[2], key.shape[2]
-        causal = torch.ones(tokens, seen, dtype=torch.bool, device=query.device).tril(seen - tokens)
-        visible = causal[None, None] & attention_mask[:, None, None, :].bool()
-    elif query.shape[2] != key.shape[2]:
-        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - query.shape[2])
+        visible = visible[None, None] & attention_mask[:, None, None, :].bool()
     return _sdpa(query, key, value, scale, visible), None
 
 
-def mask(batch_size: int, *args: Any, attention_mask: Optional[Tensor] = None, **kwargs: Any) -> Optional[Tensor]:
+class _OtherMask:
+    """Of sliding windows, packed sequences, prefixes that see each other. The attention function refuses it: models also make masks that no
+    layer takes."""
+
+
+def mask(batch_size: int, *args: Any, attention_mask: Optional[Tensor] = None, **kwargs: Any) -> Any:
     """What the attention function gets as a mask: the padding, [batch, positions], or None."""
+    if kwargs.get("mask_function") not in (None, masking.causal_mask_function, masking.bidirectional_mask_function):
+        return _OtherMask()
     return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 
 

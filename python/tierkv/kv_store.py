@@ -14,13 +14,15 @@ include/tierkv/kv_store.h says what each call does and what it refuses.
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import operator
 import sys
 import threading
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
+from typing import Any, ContextManager, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 import numpy as np
 
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 Ids = Union[int, Iterable[int]]
+_NOTHING: ContextManager[object] = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,21 @@ class KvStore:
 
     def __init__(self, config: StoreConfig, stream: Any = None) -> None:
         """OutOfMemoryError where there is not as much as memory_bytes. `stream`: a cudaStream_t as a number (0: the default stream) or a
-        torch.cuda.Stream, which outlives the store: then it lies on the GPU that is current and does its work there. UnsupportedError where
-        the library was built without CUDA."""
+        torch.cuda.Stream, which outlives the store: then it lies on the GPU of that stream (of a number: on the GPU that is current) and does its
+        work there, whichever is current later. UnsupportedError where the library was built without CUDA."""
         self._handle: Optional[ctypes.c_void_p] = None
         self.config = config.with_memory()
         self._lock = threading.Lock()
         self._stream: Optional[int] = None
+        self._index: Optional[int] = None  # of the GPU, where torch is there to make it current
         if stream is None:
             self._handle = self._create()
             return
         self._stream = lib.integer(getattr(stream, "cuda_stream", stream), "stream", ctypes.c_size_t)
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            index = getattr(getattr(stream, "device", None), "index", None)
+            self._index = torch.cuda.current_device() if index is None else index
         if config.memory_bytes:
             self._handle = self._create()
         else:
@@ -109,7 +117,8 @@ class KvStore:
         if self._stream is None:
             lib.core().call("tkv_kv_create", self.config._struct(), handle)
         else:
-            lib.core().call("tkv_kv_create_device", self.config._struct(), self._stream, handle)
+            with self._current():
+                lib.core().call("tkv_kv_create_device", self.config._struct(), self._stream, handle)
         return handle
 
     def _create_with_workspaces(self) -> None:
@@ -205,7 +214,8 @@ class KvStore:
         return self._number("tkv_kv_fork", _id(source))
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        """Forgets all tokens from position `tokens` on; what stays keeps its precision."""
+        """Forgets all tokens from position `tokens` on; what stays keeps its precision. OutOfPagesError where it cuts a page that another
+        sequence shares."""
         self._call("tkv_kv_truncate", _id(sequence), lib.integer(tokens, "tokens"))
 
     def release(self, sequence: int) -> None:
@@ -238,12 +248,12 @@ class KvStore:
             if not to.flags.writeable:
                 raise InvalidArgumentError("out: not writable")
             buffer.data, buffer.capacity = pointer(to), to.size
-            with self._lock:
+            with self._lock, self._current():
                 lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
             return int(buffer.size)
         # Nearly always enough, so that the store makes the bytes once.
         size = self.bytes_held(sequence) + (1 << 20)
-        with self._lock:
+        with self._lock, self._current():
             while True:
                 new: Array = np.empty(size, np.uint8)
                 buffer.data, buffer.capacity = pointer(new), new.size
@@ -254,14 +264,14 @@ class KvStore:
                     size = buffer.size
 
     def import_sequence(self, data: Union[bytes, bytearray, memoryview, ArrayLike]) -> int:
-        """The sequence that export_sequence() wrote: bytes, or an array or CPU tensor of uint8. CorruptError, VersionError; InvalidArgumentError for another config;
-        OutOfPagesError."""
+        """The sequence that export_sequence() wrote: bytes, or an array or CPU tensor of uint8. CorruptError, VersionError; InvalidArgumentError for bytes of
+        another kind or config; OutOfRangeError where max_sequences are open or it is longer than max_tokens; OutOfPagesError."""
         array = byte_memory(data, "data")
         return self._number("tkv_kv_import_sequence", pointer(array), array.size)
 
     def close(self) -> None:
         """Frees all memory."""
-        with self._lock:
+        with self._lock, self._current():
             handle, self._handle = self._handle, None
             if handle is not None:
                 lib.core().dll.tkv_kv_destroy(handle)
@@ -287,8 +297,15 @@ class KvStore:
         return self._handle
 
     def _call(self, function: str, *arguments: Any) -> None:
-        with self._lock:
+        with self._lock, self._current():
             lib.core().call(function, self._open(), *arguments)
+
+    def _current(self) -> ContextManager[object]:
+        """The store's GPU is the current one inside."""
+        if self._index is None:
+            return _NOTHING
+        context: ContextManager[object] = sys.modules["torch"].cuda.device(self._index)
+        return context
 
     def _number(self, function: str, *arguments: Any) -> int:
         id = ctypes.c_uint64()
@@ -308,7 +325,7 @@ class KvStore:
         if x is None:
             return _Given(None, (), "", None)
         if self._stream is not None:
-            a = _device.device_array(x, name, dtypes, shape, self._stream)
+            a = _device.device_array(x, name, dtypes, shape, self._stream, index=self._index)
             return _Given(a.address, a.shape, a.dtype, a.owner)
         v = values(x, name, shape)
         if v.dtype not in dtypes:
@@ -322,7 +339,15 @@ class KvStore:
         torch = sys.modules.get("torch")
         if torch is None:
             raise ArgumentTypeError("results of a store on a device are PyTorch's tensors")
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
+        device = torch.device("cuda", torch.cuda.current_device() if self._index is None else self._index)
+        current = torch.cuda.current_stream(device)
+        if current.cuda_stream == self._stream:
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        # Memory that the other stream's work has left must not be written by this one's.
+        with torch.cuda.stream(torch.cuda.ExternalStream(self._stream, device=device)):
+            made = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        made.record_stream(current)
+        return made
 
     def _address(self, x: Any) -> Any:
         return x.data_ptr() if self.is_on_device else pointer(x)
@@ -338,6 +363,10 @@ def _as(bits: Array, dtype: str, queries: ArrayLike) -> Any:
 
 
 def _id(sequence: int) -> ctypes.c_uint64:
+    try:
+        sequence = operator.index(sequence)
+    except TypeError:
+        raise ArgumentTypeError(f"sequence {sequence!r} is not a number") from None
     if not 0 <= sequence < 1 << 64:
         raise StaleSequenceError(f"sequence {sequence} is not open")
     return ctypes.c_uint64(sequence)
@@ -345,7 +374,12 @@ def _id(sequence: int) -> ctypes.c_uint64:
 
 def _numbers(sequences: Ids) -> List[int]:
     """The ids as a list: what they came in may be an iterator, which gives them once."""
-    return [int(sequences)] if isinstance(sequences, (int, np.integer)) else list(sequences)
+    if isinstance(sequences, (int, np.integer)):
+        return [int(sequences)]
+    try:
+        return list(sequences)
+    except TypeError:
+        raise ArgumentTypeError(f"sequences: {sequences!r} is neither a number nor a list of them") from None
 
 
 def _ids(sequences: Ids) -> Tuple[Any, int]:

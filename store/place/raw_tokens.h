@@ -49,7 +49,9 @@ TKV_HD Importance ring_importance(RawScore score) {
   return {ImportanceKind::kSeen, div_rn(score.sum, static_cast<float>(score.count)), 0};
 }
 // What a later chunk's queries give its tokens is several times what a whole prompt's would.
+// Nothing is known by a significance that is a fault.
 TKV_HD Importance chunk_importance(int32_t first, float significance) {
+  if (!is_finite(significance) || significance < 0) return {};
   return {first == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen, significance, 0};
 }
 

@@ -44,6 +44,18 @@ struct FormatSizes {
   PageTableShape table;
 };
 
+// Slots of a table for a layer whose tokens take pages() pages at most, by page_bytes as they are.
+// Where they are too many, pages become larger if they may.
+template <class Pages>
+Result<int32_t> fit_table(bool may_grow, int64_t* page_bytes, const Pages& pages) {
+  int64_t slots = pages();
+  while (may_grow && slots > kMaxTableSlots) *page_bytes *= 2, slots = pages();
+  if (slots <= kMaxTableSlots) return static_cast<int32_t>(std::max<int64_t>(slots, 1));
+  return Status(StatusCode::kInvalidArgument,
+                "page_bytes: max_tokens may take " + std::to_string(slots) +
+                    " pages of a layer, a table has " + std::to_string(kMaxTableSlots));
+}
+
 // One (sequence, layer).
 struct HostLayer {
   int32_t slot = 0, layer = 0;

@@ -75,6 +75,25 @@ TEST(OneStoreConfig, CountsTheTokensThatFit) {
   OneSequence(config, feed, feed.tokens);
 }
 
+TEST(OneStoreConfig, PagesGrowUntilATableHoldsThem) {
+  for (const BodyFormat& format : {BodyFormat{ChannelFormat{}}, BodyFormat{CodedFormat{}}}) {
+    StoreConfig config = make_config({});
+    config.layout.num_kv_heads = 8, config.layout.num_q_heads = 8, config.layout.head_dim = 128;
+    config.format = format;
+    config.profile = nullptr;
+    config.max_tokens = 1 << 20;
+    config.max_sequences = 1;
+    config.memory_bytes = int64_t{48} << 30;
+    const Result<TokenCapacity> fits = tokens_that_fit(config);
+    ASSERT_TRUE(fits) << fits.status().message();
+    EXPECT_GE(fits->least, config.max_tokens);
+    config.page_bytes = std::holds_alternative<CodedFormat>(format) ? 1 << 15 : 1 << 14;
+    const Status s = tokens_that_fit(config).status();
+    EXPECT_EQ(s.code(), StatusCode::kInvalidArgument);
+    EXPECT_THAT(s.message(), HasSubstr("page_bytes"));
+  }
+}
+
 TEST(OneStore, RunsThroughItsPublicClass) {
   const StoreConfig config = make_config({});
   Result<std::unique_ptr<KvStore>> store = KvStore::create(config);

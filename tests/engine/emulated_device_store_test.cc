@@ -106,6 +106,12 @@ TEST_F(EmulatedDeviceStore, OfTiersRows) {
   }
   EXPECT_GT(coded_tokens_, 0);
 }
+TEST_F(EmulatedDeviceStore, FaultySignificancesAreUnknown) {
+  for (const BodyFormat& format : {BodyFormat{CodedFormat{}}, BodyFormat{TiersFormat{}}}) {
+    KvTwins t(twin_config({.format = format}), &rng_);
+    testing::expect_faults_are_unknown(&t, 150);
+  }
+}
 TEST_F(EmulatedDeviceStore, TakesQueries) {
   for (const BodyFormat& format : {BodyFormat{CodedFormat{}}, BodyFormat{TiersFormat{}}}) {
     KvTwins t(twin_config({.format = format}), &rng_);

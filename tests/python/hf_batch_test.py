@@ -31,7 +31,7 @@ class Rows(unittest.TestCase):
         batch.extend(2, 3, np.array([[0, 1, 1], [1, 1, 1]]))
         for mask, reason in (([[0, 1, 1, 0], [1, 1, 1, 1]], "row 0 is not padded on the left"),
                              ([[0, 1, 1, 1], [1, 0, 1, 1]], "row 1 is not padded on the left"),
-                             ([[0, 0, 0, 0], [1, 1, 1, 1]], "row 0 shows no token"),
+                             ([[0, 0, 0, 0], [1, 1, 1, 1]], "in the cache already"),
                              ([[0, 0, 1, 1], [1, 1, 1, 1]], "in the cache already"),
                              ([[1, 1, 1, 1], [1, 1, 1, 1]], "in the cache already"),
                              ([[0, 1, 1], [1, 1, 1]], "shape")):

@@ -40,6 +40,10 @@ class BatchBook {
   bool has_step(const std::vector<int32_t>& slots, int32_t tokens) const {
     return now().slots == slots && now().step_tokens == tokens;
   }
+  // Whether a step of these sequences has begun and no other call since.
+  bool has_step(const std::vector<int32_t>& slots) const {
+    return now().slots == slots && now().step_tokens > 0;
+  }
   // from, to and at of one layer.
   void wrote_layer(const std::vector<int32_t>& slots, int32_t layer) {
     wrote(slots, false);

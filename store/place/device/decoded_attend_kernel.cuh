@@ -13,6 +13,7 @@ namespace tierkv::store {
 
 inline constexpr int32_t kDecodedWarps = 8, kDecodedThreads = 32 * kDecodedWarps;
 inline constexpr int32_t kDecodedTokens = 32;  // of a tile
+inline constexpr int64_t kMostGridRows = 65535;
 
 // Attention: sets of eight columns of a warp, those that registers hold, and columns of a CTA.
 TKV_HD constexpr int32_t decoded_sets(int32_t head_dim) {

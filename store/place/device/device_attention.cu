@@ -83,6 +83,14 @@ DeviceAttendBody DevicePlace::bodies_of(const LayerAttend& call, const LayerMove
 
 Status DevicePlace::attend_step(const LayerAttend& call, const LayerMoves& moves) {
   if (Status s = enter("attend", true); !s) return s;
+  // A graph keeps which kernels attend. Those of a step have been asked for at its beginning.
+  if (book_.is_captured() && !book_.has_step(slots_of(moves, 1))) {
+    DeviceWorks works;
+    works.moves = moves.data();
+    works.count = static_cast<int32_t>(moves.size());
+    works.num_layers = 1;
+    if (Status s = format_->require_capturable(works); !s) return s;
+  }
   if (Status s = find_held(call, moves); !s) return s;
   DeviceAttendBody body = bodies_of(call, moves);
   float* const lse = call.lse == nullptr && call.count_query ? whole_lse_ : call.lse;
@@ -115,6 +123,11 @@ Status DevicePlace::attend_step(const LayerAttend& call, const LayerMoves& moves
 // Memory for a piece and its sums; all sequences of the call use it in turn.
 Status DevicePlace::take_piece(const LayerAttend& call, int32_t tokens, DecodedAttendCall* taken) {
   const CacheLayout& l = config_.layout;
+  const int64_t most_queries = kMostGridRows * (grouped_columns(l.group_size()) / l.group_size());
+  if (call.q_len > most_queries) {
+    return Status(StatusCode::kUnsupported,
+                  "attend: more than " + std::to_string(most_queries) + " queries of a sequence");
+  }
   const int64_t piece = int64_t{least(tokens, kPieceTokens)} * l.num_kv_heads;
   const int64_t lines = int64_t{call.q_len} * l.num_q_heads;
   const int64_t ctas =

@@ -33,7 +33,14 @@ Status DevicePlace::zero(void* at, int64_t bytes) const {
   return cuda_status(cudaMemsetAsync(at, 0, static_cast<size_t>(bytes), stream_), "zero");
 }
 
-Status DevicePlace::enter(const char* call, bool can_be_captured) {
+Result<uint64_t> DevicePlace::capture_of(const char* call, bool can_be_captured) const {
+  int device = 0;
+  if (Status s = cuda_status(cudaGetDevice(&device), call); !s) return s;
+  if (device != device_) {
+    return Status(StatusCode::kInvalidArgument,
+                  std::string(call) + ": the current device is " + std::to_string(device) +
+                      ", that of the store is " + std::to_string(device_));
+  }
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
   const cudaError_t error = cudaStreamGetCaptureInfo(stream_, &status, &capture);
@@ -42,7 +49,13 @@ Status DevicePlace::enter(const char* call, bool can_be_captured) {
   if (is_captured && !can_be_captured) {
     return Status(StatusCode::kUnsupported, std::string(call) + " cannot be captured");
   }
-  book_.enter(is_captured ? capture : 0);
+  return is_captured ? uint64_t{capture} : uint64_t{0};
+}
+
+Status DevicePlace::enter(const char* call, bool can_be_captured) {
+  const Result<uint64_t> capture = capture_of(call, can_be_captured);
+  if (!capture) return capture.status();
+  book_.enter(*capture);
   return Status::ok();
 }
 

@@ -68,8 +68,11 @@ class DevicePlace final : public Place {
   Status copy(void* to, const void* from, int64_t bytes) const;
   Status zero(void* at, int64_t bytes) const;
 
-  // Before every call: which memory of batches it uses; a call that cannot be captured is refused.
+  // Before every call: which memory of batches it uses.
   Status enter(const char* call, bool can_be_captured);
+  // The id of the capture under way, 0 where there is none. Refuses calls that cannot be captured
+  // and those of a thread whose device is another one.
+  Result<uint64_t> capture_of(const char* call, bool can_be_captured) const;
   DeviceBatch& batch() { return batches_[book_.index()]; }
   // Writes slots and counts of the batch and, where a plan follows, what its table rows hold.
   Status write_counts(CountLaw law, int32_t tokens, const Slots& slots, Positions layers,
@@ -160,6 +163,7 @@ class DevicePlace final : public Place {
 
   StoreConfig config_;
   GpuStream stream_;
+  int device_ = 0;
   StoreLayout layout_;
   std::unique_ptr<RowFormat> host_format_;
   DeviceMemory memory_{"memory_bytes"};

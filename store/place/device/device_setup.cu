@@ -45,6 +45,7 @@ Result<std::unique_ptr<DevicePlace>> DevicePlace::make(const StoreConfig& config
                   "layout.num_q_heads: more than 16 for a kv_head, in a store on a device");
   }
   auto place = std::unique_ptr<DevicePlace>(new DevicePlace(config, stream));
+  if (Status s = cuda_status(cudaGetDevice(&place->device_), "create_device"); !s) return s;
   Result<std::unique_ptr<RowFormat>> host = make_row_format(config);
   if (!host) return host.status();
   place->host_format_ = std::move(*host);

@@ -19,6 +19,7 @@
 namespace tierkv::store {
 
 Status DevicePlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const {
+  if (const auto capture = capture_of("usage", false); !capture) return capture.status();
   const PageAllocator& a = view_.pages.allocator;
   RingCursors cursors = {};
   int64_t least_free = 0;
@@ -59,6 +60,7 @@ Status DevicePlace::copy_states(int32_t slot, uint8_t* to) const {
 }
 
 Result<int64_t> DevicePlace::bytes_held(int32_t slot) const {
+  if (const auto capture = capture_of("bytes_held", false); !capture) return capture.status();
   std::vector<SideCounts> pages(static_cast<size_t>(rows_per_sequence()));
   const SideCounts* from = view_.pages.allocator.pages + int64_t{slot} * rows_per_sequence();
   const auto bytes = static_cast<int64_t>(pages.size() * sizeof(SideCounts));

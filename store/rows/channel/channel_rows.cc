@@ -43,14 +43,18 @@ Status ChannelRows::prepare() {
           : std::max<int64_t>(blocks * layout_.bytes, round_up(largest, kPageAlignment));
   if (largest > sizes_.page_bytes)
     return invalid("page_bytes: a block takes " + std::to_string(largest));
+  const Result<int32_t> slots = fit_table(config_.page_bytes == 0, &sizes_.page_bytes, [&] {
+    int64_t most_pages = 0;
+    for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
+      most_pages = std::max(most_pages, layer_pages(l, config_.max_tokens, true));
+    }
+    return most_pages;
+  });
+  if (!slots) return slots.status();
   body_.page_bytes = sizes_.page_bytes;
   sizes_.table.num_sides = 1;
   sizes_.table.tokens_per_page[0] = static_cast<int32_t>(sizes_.page_bytes / ChannelBody::kUnit);
-  int64_t slots = 1;
-  for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
-    slots = std::max(slots, layer_pages(l, config_.max_tokens, true));
-  }
-  sizes_.table.table_slots[0] = static_cast<int32_t>(std::min<int64_t>(slots, kMaxTableSlots));
+  sizes_.table.table_slots[0] = *slots;
   return Status::ok();
 }
 

@@ -69,13 +69,16 @@ Status CodedRows::prepare_sizes() {
   if (sizes_.page_bytes < block) {
     return invalid("page_bytes: a block may take " + std::to_string(block));
   }
-  shape_.page_units = static_cast<int32_t>(sizes_.page_bytes / kUnitBytes);
+  const Result<int32_t> slots = fit_table(config_.page_bytes == 0, &sizes_.page_bytes, [&] {
+    shape_.page_units = static_cast<int32_t>(sizes_.page_bytes / kUnitBytes);
+    return layer_pages(0, config_.max_tokens, true);
+  });
+  if (!slots) return slots.status();
   sizes_.most_pages = (int64_t{1} << 32) / shape_.page_units;
   sizes_.state_bytes = shape_.state_bytes();
   sizes_.table.num_sides = 1;
   sizes_.table.tokens_per_page[0] = shape_.page_units;
-  const int64_t slots = layer_pages(0, config_.max_tokens, true);
-  sizes_.table.table_slots[0] = static_cast<int32_t>(std::clamp<int64_t>(slots, 1, kMaxTableSlots));
+  sizes_.table.table_slots[0] = *slots;
   return Status::ok();
 }
 

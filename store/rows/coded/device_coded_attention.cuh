@@ -16,7 +16,8 @@ enum class AttendedRows : int32_t {
   kAllAsRaw,  // of a layer that has raw blocks alone
 };
 
-// One CTA. Shared memory: 8 bytes of each sequence.
+// One CTA. Shared memory: kSequenceBytes of each sequence.
+inline constexpr int32_t kSequenceBytes = 8;
 struct MakeAttentionRows {
   static constexpr int32_t kThreads = 256;
   CodedDevice device;
@@ -92,6 +93,12 @@ class AttendedCodedRows : public CodedMemory {
     if (Status s = CodedMemory::bind(view, fault, stream); !s) return s;
     if (device_.view.slots.slot_bytes / 8 * config_.max_sequences > INT32_MAX) {
       return Status(StatusCode::kUnsupported, "coded rows: slots of more than 16 GiB on a device");
+    }
+    const int32_t most_sequences = limits_.shared_bytes / kSequenceBytes;
+    if (config_.max_sequences > most_sequences) {
+      return Status(
+          StatusCode::kUnsupported,
+          "coded rows: more than " + std::to_string(most_sequences) + " sequences on a device");
     }
     const int64_t rows = int64_t{config_.max_sequences} * heads();
     CodedAttention call = call_of_layer(0);
@@ -175,7 +182,7 @@ class AttendedCodedRows : public CodedMemory {
     // The second call of a layer takes the memory of the first.
     const bool is_settled = which != AttendedRows::kRaw;
     const MakeAttentionRows make{device_, body, which, attended_rows_, item_count_, is_settled};
-    Status made = launch(make, dim3(1), 8 * body.count, MakeAttentionRows::kThreads);
+    Status made = launch(make, dim3(1), kSequenceBytes * body.count, MakeAttentionRows::kThreads);
     if (!made) return made;
     CodedAttention call = call_of_layer(body.layer);
     if (which == AttendedRows::kCoded) {

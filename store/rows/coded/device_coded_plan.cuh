@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/coded/weighted_tables.h"
+#include "store/engine/sequence_name.h"
 #include "store/rows/coded/device_coded_attention.cuh"
 #include "store/rows/coded/device_entries.cuh"
 
@@ -30,8 +31,7 @@ class PlannedCodedRows : public AttendedCodedRows {
       const bool is_ready = host_layers_[move.layer].is_ready != 0 && move.from.body_end == 0;
       if (is_fixed(move) || is_ready) continue;
       return Status(StatusCode::kInvalidArgument,
-                    "sequence " + std::to_string(move.slot) + ", layer " +
-                        std::to_string(move.layer) +
+                    name_of(move.id()) + ", layer " + std::to_string(move.layer) +
                         ": a step cannot be captured before its codebooks and steps are fixed");
     }
     return Status::ok();
@@ -330,8 +330,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     for (const auto& [entry, makes_books] : planned_.samples) {
       if (Status s = sample(works, entry, makes_books); !s) {
         const LayerMove& move = works.moves[entry];
-        return s.with_context("sequence " + std::to_string(move.slot) + ", layer " +
-                              std::to_string(move.layer));
+        return s.with_context(name_of(move.id()) + ", layer " + std::to_string(move.layer));
       }
     }
     return upload(hints_, planned_.hints);

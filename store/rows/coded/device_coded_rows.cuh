@@ -93,13 +93,14 @@ struct ReadRawTokens {
     const int64_t all = int64_t{to.range.count()} * heads * dims;
     for (int64_t i = thread_of_grid(); i < 2 * all; i += threads_of_grid()) {
       const auto c = static_cast<Component>(i / all);
-      const auto at = static_cast<int32_t>(i % all);
-      const int32_t p = to.range.first + at / (heads * dims), h = at / dims % heads;
+      const int64_t at = i % all;
+      const auto p = static_cast<int32_t>(to.range.first + at / (heads * dims));
+      const auto h = static_cast<int32_t>(at / dims % heads), d = static_cast<int32_t>(at % dims);
       const CodedBlockRef ref = device.refs(to.slot, to.layer, h, c)[p / kBlockTokens];
       const uint8_t* tiles =
           device.view.pages.base + int64_t{ref.offset} * kUnitBytes + kBlockTokens;
       const int32_t t = p - device.shape.first_of(p / kBlockTokens);
-      const uint16_t x = raw_tile_element(tiles, dims, c, t, at % dims);
+      const uint16_t x = raw_tile_element(tiles, dims, c, t, d);
       to.of(c)[at] = to.dtype == DType::kFloat16 ? x : float_to_bfloat16(half_to_float(x));
     }
   }

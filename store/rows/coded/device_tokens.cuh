@@ -18,16 +18,13 @@ TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Compone
   return *reinterpret_cast<const uint16_t*>(tiles + raw_tile_byte(head_dim, c, t, d));
 }
 
-// A significance that is a fault counts as 0.
 TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell, int32_t kv_head,
                                       int32_t position) {
   const DeviceStoreView& view = call.device.view;
   const RawTokens tokens = raw_tokens(view.raw, view.raw_row(cell.slot, cell.layer, kv_head),
                                       call.works.from[cell.entry].tokens, call.works.chunk,
                                       {cell.entry / call.works.num_layers, kv_head, call.heads()});
-  Importance known = tokens.importance(position);
-  if (!is_finite(known.value) || known.value < 0) known.value = 0;
-  return known;
+  return tokens.importance(position);
 }
 
 // The positions of a cell about which nothing is decided yet.

@@ -2,6 +2,7 @@
 // The store in device memory beside the host's: equal bytes after random calls, attention that
 // agrees, captured steps, and what happens where pages run out.
 #include "gpu/pdl.cuh"
+#include "tests/gpu/device_array.cuh"
 #include "tests/gpu/store/twin_calls.cuh"
 #include "tests/gpu/store/twin_queries.cuh"
 
@@ -100,6 +101,11 @@ TEST_P(KvStoreTwins, SmallQueriesAreWaitedFor) {
     copy_late<<<1, 1, 0, stream>>>(to, from, count);
   };
   testing::live_together(&twins, 60, GetParam().longest, true);
+}
+
+TEST_P(KvStoreTwins, SmallFaultySignificancesAreUnknown) {
+  KvTwins twins(twin_config(GetParam().choice), &rng_);
+  expect_faults_are_unknown(&twins, GetParam().longest / 3);
 }
 
 // Wherever its token goes: sinks, the body or the window.
@@ -485,15 +491,45 @@ TEST(KvStoreFaults, SmallWhatADeviceLacksIsNamed) {
   a.q_len = 9;
   a.q = a.out = reinterpret_cast<void*>(256);
   ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  const Status captured = twins.device().attend(a);
+  const Status refused[] = {twins.device().attend(a), twins.device().usage().status(),
+                            twins.device().bytes_held(*a.sequences.ids).status()};
   cudaGraph_t graph = nullptr;
   ASSERT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
   cudaGraphDestroy(graph);
-  EXPECT_EQ(captured.code(), StatusCode::kUnsupported);
-  EXPECT_NE(captured.message().find("captured"), std::string::npos) << captured.message();
+  for (const Status& s : refused) {
+    EXPECT_EQ(s.code(), StatusCode::kUnsupported);
+    EXPECT_NE(s.message().find("captured"), std::string::npos) << s.message();
+  }
   choice.group = 17;
   const auto wide = KvStore::create_device(twin_config(choice), twins.stream());
   EXPECT_EQ(wide.status().code(), StatusCode::kUnsupported);
+}
+
+// A graph would go on reading blocks as raw ones.
+TEST(KvStoreFaults, SmallAttentionToLayersThatWaitIsNotCaptured) {
+  std::mt19937 rng(1);
+  KvTwins twins(twin_config(with(coded(64), 64, 3, 3)), &rng);
+  twins.add();
+  twins.extend({0}, 200);  // too few for codebooks
+  const CacheLayout& l = twins.device().config().layout;
+  const test::DeviceArray<uint16_t> q(
+      std::vector<uint16_t>(static_cast<size_t>(l.num_q_heads) * l.head_dim));
+  LayerAttend a;
+  a.sequences = {&twins.live()[0].device, 1};
+  a.q_len = 1;
+  a.q = a.out = q.get();
+  const auto capture = [&] {
+    EXPECT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal),
+              cudaSuccess);
+    const Status s = twins.device().attend(a);
+    cudaGraph_t graph = nullptr;
+    EXPECT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
+    cudaGraphDestroy(graph);
+    return s;
+  };
+  EXPECT_EQ(capture().code(), StatusCode::kInvalidArgument);
+  twins.extend({0}, 300);
+  KvTwins::expect_ok(capture());
 }
 
 }  // namespace

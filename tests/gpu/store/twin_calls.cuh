@@ -36,6 +36,31 @@ inline void random_call(KvTwins* t, int32_t longest, DType dtype) {
   if (!who.empty()) t->attend(who, layer, q_len, dtype);
 }
 
+// Significances that are faults are as good as none, in a first chunk and in later ones.
+inline void expect_faults_are_unknown(KvTwins* t, int32_t tokens) {
+  t->leave_out_significances();
+  t->add();
+  const CacheLayout& l = t->device().config().layout;
+  const KvTwins::Live& live = t->live().back();
+  const SequenceList host = {&live.host, 1}, device = {&live.device, 1};
+  for (int32_t chunk = 0; chunk < 3; ++chunk) {
+    const TwinTokens x = t->draw(1, tokens);
+    TwinTokens faulty = x;
+    faulty.significance.resize(static_cast<size_t>(l.num_layers) * l.num_kv_heads * tokens);
+    for (float& s : faulty.significance) {
+      s = std::vector<float>{NAN, -1.0f, INFINITY, -INFINITY}[static_cast<size_t>(t->pick(0, 3))];
+    }
+    KvTwins::expect_ok(t->host().begin(host, tokens));
+    KvTwins::expect_ok(t->device().begin(device, tokens));
+    for (int32_t layer = 0; layer < l.num_layers; ++layer) {
+      KvTwins::expect_ok(t->host().append(t->call(host, layer, tokens, x, nullptr)));
+      KvTwins::expect_ok(t->device().append(t->call(device, layer, tokens, faulty, t)));
+    }
+    EXPECT_FALSE(t->device().take_status());
+  }
+  EXPECT_EQ(*t->host().export_sequence(live.host), *t->device().export_sequence(live.device));
+}
+
 // bfloats: attention and decoded tokens are bfloat16 half of the time.
 inline void live_together(KvTwins* t, int32_t calls, int32_t longest, bool bfloats) {
   for (int32_t i = 0; i < calls; ++i) {
