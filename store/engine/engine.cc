@@ -179,10 +179,10 @@ Result<SequenceId> KvStore::import_sequence(const uint8_t* bytes, size_t size) {
   if (!parts) return parts.status();
   const Result<int32_t> slot = engine_->sequences.free_slot();
   if (!slot) return slot.status();
-  if (Status s = engine_->place->import_parts(*slot, *parts); !s) return s;
-  const SequenceId id = engine_->sequences.claim(*slot);
   store::LayerMoves layers = engine_->sequences.layers_of(*slot);
   for (store::LayerMove& move : layers) move.to = parts->layers[move.layer];
+  if (Status s = engine_->place->import_parts(*slot, *parts); !s) return s;
+  const SequenceId id = engine_->sequences.claim(*slot);
   engine_->sequences.commit(layers);
   engine_->sequences.set_tokens(*slot, parts->layers[0].tokens);
   return id;

@@ -51,6 +51,17 @@ double softmax(const RowTokens& row, const std::vector<double>& q, double sink,
   return largest + std::log(sum);
 }
 
+// A query counts for the tokens before its own. `scores` are those from position `first` on.
+void count_query(const std::vector<float>& probabilities, int32_t first, int32_t position,
+                 std::vector<RawScore>* scores) {
+  for (int32_t p = first; p < position; ++p) {
+    RawScore& score = (*scores)[p - first];
+    if (score.count < 0) continue;
+    score.sum = std::fmin(score.sum + probabilities[p], kMostSum);
+    score.count = least(score.count + 1, kMostCounted);
+  }
+}
+
 }  // namespace
 
 Status HostPlace::attend(const LayerAttend& call, const LayerMoves& moves) {
@@ -58,20 +69,34 @@ Status HostPlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   const auto count = static_cast<int64_t>(moves.size());
   const int64_t values = count * call.q_len * shape.num_q_heads * shape.head_dim;
   if (Status s = check_queries(call, values, shape.num_q_heads); !s) return s;
-  for (int64_t i = 0; i < count; ++i) {
-    for (int32_t h = 0; h < shape.num_kv_heads; ++h) attend_row(call, moves[i], i, h);
+  const int64_t heads = shape.num_kv_heads;
+  std::vector<std::vector<RawScore>> scores(count * heads);
+  for (int64_t row = 0; row < count * heads; ++row) {
+    const int64_t i = row / heads;
+    attend_row(call, moves[i], i, static_cast<int32_t>(row % heads), &scores[row]);
+  }
+  for (int64_t row = 0; call.count_query && row < count * heads; ++row) {
+    const LayerMove& move = moves[row / heads];
+    int32_t p = ring_first(layout_.laws, move.from);
+    for (const RawScore& score : scores[row]) {
+      write_score(layout_, raw_row(move, static_cast<int32_t>(row % heads)), p++, score);
+    }
   }
   return Status::ok();
 }
 
 void HostPlace::attend_row(const LayerAttend& call, const LayerMove& move, int64_t entry,
-                           int32_t kv_head) {
+                           int32_t kv_head, std::vector<RawScore>* scores) const {
   const CacheLayout& shape = config_.layout;
   const int32_t dim = shape.head_dim, group = shape.group_size(), tokens = move.from.tokens;
   RowTokens row;
   row.k.resize(int64_t{tokens} * dim);
   row.v.resize(row.k.size());
   row.pruned.resize(tokens);
+  const int32_t ring = ring_first(layout_.laws, move.from);
+  for (int32_t p = ring; call.count_query && p < tokens; ++p) {
+    scores->push_back(read_score(layout_, raw_row(move, kv_head), p));
+  }
   read_row(move, kv_head, {0, tokens}, row.k.data(), row.v.data(), row.pruned.data());
   std::vector<double> q(dim), p;
   for (int32_t j = 0; j < call.q_len; ++j) {
@@ -105,20 +130,7 @@ void HostPlace::attend_row(const LayerAttend& call, const LayerMove& move, int64
       float* const line = call.probabilities + to * call.stride;
       std::fill(std::copy(largest.begin(), largest.end(), line), line + call.stride, 0.0f);
     }
-    if (call.count_query) count_query(move, kv_head, position, largest);
-  }
-}
-
-// A query counts for the tokens before its own.
-void HostPlace::count_query(const LayerMove& move, int32_t kv_head, int32_t position,
-                            const std::vector<float>& probabilities) {
-  uint8_t* row = raw_row(move, kv_head);
-  for (int32_t p = ring_first(layout_.laws, move.from); p < position; ++p) {
-    RawScore score = read_score(layout_, row, p);
-    if (score.count < 0) continue;
-    score.sum = std::fmin(score.sum + probabilities[p], kMostSum);
-    score.count = least(score.count + 1, kMostCounted);
-    write_score(layout_, row, p, score);
+    if (call.count_query) count_query(largest, ring, position, scores);
   }
 }
 

@@ -43,18 +43,26 @@ std::vector<SideCounts> HostPlace::counts_of(int32_t slot) const {
 
 Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
                              const std::vector<LayerPlan>& plans) {
-  std::map<int32_t, std::vector<SideCounts>> kept, target;  // by slot; kept where it is not all
+  struct OfSlot {
+    std::vector<SideCounts> target, kept;  // kept: empty where it is all
+    std::vector<PageCopy> copies;
+  };
+  std::map<int32_t, OfSlot> slots;
   PageDemand needed;
   for (size_t i = 0; i < layers.size(); ++i) {
     const int32_t slot = layers[i].slot;
     const bool cuts = !plans[i].kept.empty();
-    if (target.count(slot) == 0) target[slot] = counts_of(slot);
-    if (cuts && kept.count(slot) == 0) kept[slot] = counts_of(slot);
+    OfSlot& of = slots[slot];
+    if (of.target.empty()) of.target = counts_of(slot);
+    if (cuts && of.kept.empty()) {
+      of.kept = counts_of(slot);
+      of.copies.resize(of.kept.size() * kMaxSides);
+    }
     for (size_t r = 0; r < plans[i].tokens.size(); ++r) {
       const auto in_slot = static_cast<size_t>(layers[i].layer * pages_.rows_per_layer) + r;
       const int32_t row = pages_.row(slot, layers[i].layer, static_cast<int32_t>(r));
-      const SideCounts& after = target[slot][in_slot] = plans[i].tokens[r];
-      if (cuts) kept[slot][in_slot] = plans[i].kept[r];
+      const SideCounts& after = of.target[in_slot] = plans[i].tokens[r];
+      if (cuts) of.kept[in_slot] = plans[i].kept[r];
       const PageDemand of_row =
           page_demand(pages_.allocator, row, cuts ? plans[i].kept[r] : pages_.tokens(row), after);
       needed.fresh += of_row.fresh;
@@ -65,21 +73,21 @@ Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
     }
   }
   if (Status s = require_pages(std::max(needed.fresh, needed.exchanged)); !s) return s;
-  std::map<int32_t, std::vector<PageCopy>> copies;
-  for (const auto& [slot, tokens] : kept) {
+  // Nothing fails from here on, and nothing is allocated.
+  for (auto& [slot, of] : slots) {
+    if (of.kept.empty()) continue;
     OpReport report;
-    copies[slot].resize(tokens.size() * kMaxSides);
-    Status s = run(PageOp::truncate({&slot, 1}, tokens.data(), copies[slot].data(), &report));
+    Status s = run(PageOp::truncate({&slot, 1}, of.kept.data(), of.copies.data(), &report));
     if (!s) return s;
-    copy_pages(copies[slot]);
+    copy_pages(of.copies);
   }
   for (size_t i = 0; i < layers.size(); ++i) {
     if (plans[i].kept.empty()) continue;
-    format_->relocate(layers[i], copies_of(copies[layers[i].slot], layers[i].layer));
+    format_->relocate(layers[i], copies_of(slots[layers[i].slot].copies, layers[i].layer));
   }
-  for (const auto& [slot, tokens] : target) {
+  for (const auto& [slot, of] : slots) {
     OpReport report;
-    if (Status s = run(PageOp::grow({&slot, 1}, tokens.data(), &report)); !s) return s;
+    if (Status s = run(PageOp::grow({&slot, 1}, of.target.data(), &report)); !s) return s;
   }
   return Status::ok();
 }
@@ -108,24 +116,34 @@ Status HostPlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
   return Status::ok();
 }
 
-// What is behind the cut goes back to the ring, whose tokens all go.
-void HostPlace::restore(const LayerMove& move) const {
+HostPlace::Returned HostPlace::read_returned(const LayerMove& move) const {
   const int32_t end = move.to.tokens, first = std::min(ring_first(layout_.laws, move.to), end);
-  const int32_t count = end - first, dim = config_.layout.head_dim;
-  std::vector<float> k(int64_t{count} * dim), v(k.size());
-  std::vector<RawScore> scores(count);
-  std::vector<uint16_t> token(dim);
-  for (int32_t h = 0; count > 0 && h < config_.layout.num_kv_heads; ++h) {
-    format_->read(layer_of(move), h, first, end, k.data(), v.data(), nullptr);
-    format_->read_decided(layer_of(move), h, first, end, scores.data());
-    for (int32_t p = first; p < end; ++p) {
+  const int64_t count = end - first, dim = config_.layout.head_dim;
+  const int64_t heads = config_.layout.num_kv_heads;
+  Returned r = {move, first, {}, {}, std::vector<RawScore>(heads * count)};
+  for (std::vector<float>* x : {&r.k, &r.v}) x->resize(heads * count * dim);
+  for (int32_t h = 0; count > 0 && h < heads; ++h) {
+    const int64_t at = h * count * dim;
+    format_->read(layer_of(move), h, first, end, r.k.data() + at, r.v.data() + at, nullptr);
+    format_->read_decided(layer_of(move), h, first, end, r.scores.data() + h * count);
+  }
+  return r;
+}
+
+// The ring's tokens all go.
+void HostPlace::restore(const Returned& r) const {
+  const int32_t end = r.move.to.tokens, dim = config_.layout.head_dim;
+  uint16_t token[kMaxHeadDim];
+  int64_t at = 0;
+  for (int32_t h = 0; h < config_.layout.num_kv_heads; ++h) {
+    for (int32_t p = r.first; p < end; ++p, ++at) {
       for (const Component c : {Component::kKey, Component::kValue}) {
-        const float* x = (c == Component::kKey ? k : v).data() + int64_t{p - first} * dim;
-        std::transform(x, x + dim, token.begin(),
+        const float* x = (c == Component::kKey ? r.k : r.v).data() + at * dim;
+        std::transform(x, x + dim, token,
                        [](float value) { return float_to_half(saturate_to_half_range(value)); });
-        write_raw(layout_, raw_row(move, h), c, p, token.data());
+        write_raw(layout_, raw_row(r.move, h), c, p, token);
       }
-      write_score(layout_, raw_row(move, h), p, scores[p - first]);
+      write_score(layout_, raw_row(r.move, h), p, r.scores[at]);
     }
   }
 }
@@ -133,10 +151,10 @@ void HostPlace::restore(const LayerMove& move) const {
 Status HostPlace::truncate(const LayerMoves& layers) {
   const int32_t slot = layers[0].slot;
   std::vector<SideCounts> counts = counts_of(slot);
-  LayerMoves cut;
+  std::vector<Returned> cut;
   for (const LayerMove& move : layers) {
     if (!move.moves_body()) continue;
-    cut.push_back(move);
+    cut.push_back(read_returned(move));
     const std::vector<SideCounts> left = format_->cut_counts(layer_of(move), move.to.body_end);
     std::copy(left.begin(), left.end(), counts.begin() + move.layer * pages_.rows_per_layer);
   }
@@ -146,14 +164,14 @@ Status HostPlace::truncate(const LayerMoves& layers) {
     exchanged += page_demand(pages_.allocator, row, counts[r], counts[r]).exchanged;
   }
   if (Status s = require_pages(exchanged); !s) return s;
-  for (const LayerMove& move : cut) restore(move);
   std::vector<PageCopy> copies(counts.size() * kMaxSides);
   OpReport report;
+  for (const Returned& r : cut) restore(r);
   if (Status s = run(PageOp::truncate({&slot, 1}, counts.data(), copies.data(), &report)); !s) {
     return s;
   }
   copy_pages(copies);
-  for (const LayerMove& move : cut) {
+  for (const auto& [move, first, k, v, scores] : cut) {
     format_->cut(layer_of(move), move.to.body_end);
     format_->relocate(layer_of(move), copies_of(copies, move.layer));
   }

@@ -82,14 +82,22 @@ class HostPlace final : public Place {
   // What the table rows of a slot hold, [rows_per_sequence].
   std::vector<SideCounts> counts_of(int32_t slot) const;
   Status run(const PageOp& op);  // and the watermark
-  void restore(const LayerMove& move) const;
+  // The tokens behind the cut of a truncation, which go back to the ring.
+  struct Returned {
+    LayerMove move;
+    int32_t first = 0;             // up to move.to.tokens
+    std::vector<float> k, v;       // [num_kv_heads, count, head_dim]
+    std::vector<RawScore> scores;  // [num_kv_heads, count]
+  };
+  Returned read_returned(const LayerMove& move) const;
+  void restore(const Returned& returned) const;
   void copy_pages(const std::vector<PageCopy>& copies) const;
   const PageCopy* copies_of(const std::vector<PageCopy>& copies, int32_t layer) const;
   Status find_significance(const LayerAppend& call, const LayerMoves& moves,
                            std::vector<float>* significance) const;
-  void attend_row(const LayerAttend& call, const LayerMove& move, int64_t entry, int32_t kv_head);
-  void count_query(const LayerMove& move, int32_t kv_head, int32_t position,
-                   const std::vector<float>& probabilities);
+  // scores: of the row's ring, whose tokens the queries count where the call says so.
+  void attend_row(const LayerAttend& call, const LayerMove& move, int64_t entry, int32_t kv_head,
+                  std::vector<RawScore>* scores) const;
   int64_t raw_part_bytes(LayerTokens at) const;
   void export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const;
   // An import_fault(), or kNoImportFault.

@@ -74,19 +74,6 @@ struct BodyWork {
   std::vector<RawTokens> tokens;  // [num_kv_heads]
 };
 
-// What place() needs of one work. `tokens` [rows_per_layer]: what the layer's table rows hold
-// afterwards. `kept` [rows_per_layer], empty where it is all: what they hold now and place() leaves
-// as it is; what is behind it is given back before pages are taken. A shared page that is left
-// partly filled is exchanged for a copy, of which relocate() tells before place().
-struct LayerPlan {
-  std::vector<SideCounts> tokens;
-  std::vector<SideCounts> kept = {};
-};
-struct BodyPlan {
-  virtual ~BodyPlan() = default;
-  std::vector<LayerPlan> layers;  // [works]
-};
-
 // What an import must find in bytes of fp16, or refuse the sequence.
 enum class RangeCheck : int32_t {
   kNone,
@@ -107,6 +94,20 @@ struct PageRange {
   CheckedBytes keys = {}, values = {};  // what of them is to be checked
 };
 using PageRanges = std::vector<PageRange>;
+// What place() needs of one work. `tokens` [rows_per_layer]: what the layer's table rows hold
+// afterwards. `kept` [rows_per_layer], empty where it is all: what they hold now and place() leaves
+// as it is; what is behind it is given back before pages are taken. A shared page that is left
+// partly filled is exchanged for a copy, of which relocate() tells before place().
+struct LayerPlan {
+  std::vector<SideCounts> tokens;
+  std::vector<SideCounts> kept = {};
+  PageRanges ranges = {};  // empty, with room for those that place() returns
+};
+struct BodyPlan {
+  virtual ~BodyPlan() = default;
+  std::vector<LayerPlan> layers;  // [works]
+};
+
 // A body as it leaves: `head` [a multiple of 16], then the ranges one behind the other.
 struct ExportedBody {
   std::vector<uint8_t> head;
@@ -147,11 +148,13 @@ class RowFormat {
   // Several sequences, or several layers, but none twice. kOutOfRange, kNonFinite. Nothing changes.
   virtual Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) = 0;
   // The table holds what the plan asked for: makes the state of the layer of work `work` and tells
-  // where bytes go. Of an import it touches no page; other pages it may write itself. For different
-  // layers of imports, any number of threads at once.
-  virtual PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) = 0;
-  // The bytes of all works are there, and sound: what serves all sequences follows.
-  virtual void finish(const BodyPlan& /*plan*/) {}
+  // where bytes go. It takes what it needs out of the plan, and allocates nothing where the plan is
+  // plan()'s: earlier works have changed already. Of an import it touches no page; other pages it
+  // may write itself. For different layers of imports, any number of threads at once.
+  virtual PageRanges place(const HostLayer& layer, BodyPlan& plan, size_t work) = 0;
+  // The bytes of all works are there, and sound: what serves all sequences follows, out of the
+  // plan. Allocates nothing.
+  virtual void finish(BodyPlan& /*plan*/) {}
 
   // Body positions [first, end) of a row: finished keys (after RoPE) and values, each
   // [end - first, head_dim]. `pruned` [end - first], zeros, null where nobody asks: 1 for a token

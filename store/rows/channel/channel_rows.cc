@@ -120,21 +120,22 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>&
       encode(layer, x[0].data(), x[1].data(), draft.made.data() + int64_t{i} * bytes);
     }
     plan->layers.push_back({counts_of(layer, end)});
+    plan->layers.back().ranges.reserve(int64_t{count} * heads);
     plan->drafts.push_back(std::move(draft));
   }
   return std::unique_ptr<BodyPlan>(std::move(plan));
 }
 
 // Codes of any bits are values where the parameters are finite.
-PageRanges ChannelRows::place(const HostLayer& layer, const BodyPlan& plan, size_t work) {
-  const LayerDraft& draft = static_cast<const ChannelPlan&>(plan).drafts[work];
+PageRanges ChannelRows::place(const HostLayer& layer, BodyPlan& plan, size_t work) {
+  const LayerDraft& draft = static_cast<ChannelPlan&>(plan).drafts[work];
   const int32_t bytes = block_bytes(layer.layer), values = layout_.v_metadata;
   PageRange range = {nullptr, nullptr, bytes, {0, bytes, RangeCheck::kFinite}};
   if (!is_raw(layer.layer)) {
     range.keys = {layout_.k_metadata, layout_.v_codes, RangeCheck::kFinite};
     range.values = {values, values + 4 * layout_.tokens, RangeCheck::kFinite};
   }
-  PageRanges ranges;
+  PageRanges ranges = std::move(plan.layers[work].ranges);
   for (int32_t h = 0; h < config_.layout.num_kv_heads; ++h) {
     range.from = draft.from[h];
     for (int32_t b = draft.first; b < draft.end; ++b, range.from += bytes) {

@@ -267,22 +267,23 @@ void CodedRows::add_layer_plan(const HostLayer& layer, LayerDraft* draft, CodedP
   if (draft->first_block < block_count(layer.at.body_end)) {
     result.kept = cut_counts(layer, draft->first_block * kBlockTokens);
   }
+  result.ranges.reserve(draft->units.size());
   plan->layers.push_back(std::move(result));
 }
 
 // A raw block begins with exponents.
-PageRanges CodedRows::place(const HostLayer& layer, const BodyPlan& plan, size_t work) {
-  const LayerDraft& draft = static_cast<const CodedPlan&>(plan).drafts[work];
+PageRanges CodedRows::place(const HostLayer& layer, BodyPlan& plan, size_t work) {
+  LayerDraft& draft = static_cast<CodedPlan&>(plan).drafts[work];
   *state_at<int32_t>(layer, shape_.fixed_byte()) = draft.fixed ? 1 : 0;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     *state_at<CodedRowState>(layer, shape_.row_byte(h)) = draft.rows[h];
     std::copy(draft.means[h].begin(), draft.means[h].end(),
               state_at<uint16_t>(layer, shape_.means_byte(h)));
   }
-  PageRanges ranges(draft.units.size());
+  PageRanges ranges = std::move(plan.layers[work].ranges);
   auto* const ends = state_at<uint32_t>(layer, shape_.ends_byte());
   CodedBlockRef* const refs = this->refs(layer, 0, Component::kKey);
-  std::vector<const uint8_t*> brought = draft.brought;
+  std::vector<const uint8_t*>& brought = draft.brought;
   const int32_t row = pages_.row(layer.slot, layer.layer, 0), per_block = 2 * shape_.num_kv_heads;
   int32_t b = draft.first_block, within = 0;
   const auto place_block = [&](size_t i, int32_t page, int32_t unit) {
@@ -294,9 +295,9 @@ PageRanges CodedRows::place(const HostLayer& layer, const BodyPlan& plan, size_t
         brought.empty() ? draft.blocks[i].data()
                         : std::exchange(brought[within / 2], brought[within / 2] + bytes);
     refs[int64_t{within} * shape_.max_blocks + b] = ref;
-    ranges[i] = {from, block_bytes(ref), bytes};
+    ranges.push_back({from, block_bytes(ref), bytes});
     if (!draft.fixed) {
-      ranges[i].keys = {kBlockTokens, static_cast<int32_t>(bytes), RangeCheck::kFinite};
+      ranges.back().keys = {kBlockTokens, static_cast<int32_t>(bytes), RangeCheck::kFinite};
     }
     ends[b] = static_cast<uint32_t>(page * shape_.page_units + unit) + units;
     if (++within == per_block) ++b, within = 0;
@@ -305,8 +306,9 @@ PageRanges CodedRows::place(const HostLayer& layer, const BodyPlan& plan, size_t
   return ranges;
 }
 
-void CodedRows::finish(const BodyPlan& plan) {
-  for (const auto& [layer, books] : static_cast<const CodedPlan&>(plan).made) books_[layer] = books;
+void CodedRows::finish(BodyPlan& plan) {
+  for (auto& [layer, books] : static_cast<CodedPlan&>(plan).made)
+    set_books(layer, std::move(books));
 }
 
 }  // namespace tierkv::store

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "codec/format/rope_turn.h"
@@ -27,8 +28,8 @@ class CodedRows final : public RowFormat {
   void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
-  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override;
-  void finish(const BodyPlan& plan) override;
+  PageRanges place(const HostLayer& layer, BodyPlan& plan, size_t work) override;
+  void finish(BodyPlan& plan) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
   void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
@@ -72,7 +73,7 @@ class CodedRows final : public RowFormat {
   bool needs_tokens(int32_t layer) const;
   bool is_fixed(const HostLayer& layer) const { return *state_at<int32_t>(layer, 0) != 0; }
   const LayerBooks& books(int32_t layer) const { return books_[layer]; }
-  void set_books(int32_t layer, const LayerBooks& books) { books_[layer] = books; }
+  void set_books(int32_t layer, LayerBooks books) { books_[layer] = std::move(books); }
   // Means and steps of a row. keys [tokens, head_dim]: its first body tokens; read where it needs
   // tokens.
   Result<WeightedRow> fit_row(int32_t layer, int32_t kv_head, const std::vector<float>& keys) const;

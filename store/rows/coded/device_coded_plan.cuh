@@ -309,7 +309,7 @@ class PlannedCodedRows : public AttendedCodedRows {
   // There are pages for the blocks that were coded with them.
   Status keep_books() {
     if (made_.empty()) return Status::ok();
-    for (const auto& [layer, books] : made_) set_books(layer, books);
+    for (auto& [layer, books] : made_) set_books(layer, std::move(books));
     made_.clear();
     return upload_layers();
   }

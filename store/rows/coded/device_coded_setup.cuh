@@ -350,8 +350,8 @@ class CodedMemory : public DeviceRowFormat {
     return Status::ok();
   }
   // The layer has the books that upload_books() put there; upload_layers() tells the kernels.
-  void set_books(int32_t layer, const LayerBooks& books) {
-    host_->set_books(layer, books);
+  void set_books(int32_t layer, LayerBooks books) {
+    host_->set_books(layer, std::move(books));
     host_layers_[layer].is_ready = per_slot_ ? 0 : 1;
   }
   Status upload_layers() {

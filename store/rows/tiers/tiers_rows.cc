@@ -258,9 +258,8 @@ void TiersRows::write_side(const HostLayer& layer, int32_t kv_head, int32_t side
   }
 }
 
-PageRanges TiersRows::place(const HostLayer& layer, const BodyPlan& plan, size_t work) {
-  const RowDraft* drafts =
-      static_cast<const TiersPlan&>(plan).rows.data() + work * shape_.num_kv_heads;
+PageRanges TiersRows::place(const HostLayer& layer, BodyPlan& plan, size_t work) {
+  const RowDraft* drafts = static_cast<TiersPlan&>(plan).rows.data() + work * shape_.num_kv_heads;
   PageRanges ranges;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     for (int32_t side = 0; side < 2; ++side) {

@@ -27,7 +27,7 @@ class TiersRows final : public RowFormat {
   void bind(const PagesView& pages) override { pages_ = pages; }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
-  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override;
+  PageRanges place(const HostLayer& layer, BodyPlan& plan, size_t work) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;

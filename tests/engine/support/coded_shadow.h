@@ -142,7 +142,7 @@ class Shadowed final : public RowFormat {
     works_ = works;
     return plan;
   }
-  PageRanges place(const HostLayer& layer, const BodyPlan& plan, size_t work) override {
+  PageRanges place(const HostLayer& layer, BodyPlan& plan, size_t work) override {
     if (work == 0) {
       std::vector<PageCopy> copies;
       copy_->take_pages(call_->batch, call_->kept, call_->target, cuts_, &copies);
@@ -151,7 +151,7 @@ class Shadowed final : public RowFormat {
     }
     return inner_->place(layer, plan, work);
   }
-  void finish(const BodyPlan& plan) override {
+  void finish(BodyPlan& plan) override {
     inner_->finish(plan);
     for (const BodyWork& work : works_) {
       compare(work);
