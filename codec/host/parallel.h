@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -37,7 +36,7 @@ void parallel_for(int64_t n, int32_t threads, const Body& body) {
   helpers.reserve(count);
   try {
     for (int64_t t = 0; t < count; ++t) helpers.emplace_back(work);
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
     // The threads that there are do the work.
   }
   work();

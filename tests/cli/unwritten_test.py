@@ -65,6 +65,17 @@ class Unwritten(CliTest):
             self.assertIn("File too large", r.stderr, command)
             self.expect_untouched(command)
 
+    def test_out_of_memory(self):
+        dump, out = self.dir / "in.h5", self.out
+        self.assertEqual(run("synth", "-o", dump, "--tokens", 20000, "--significance", "none", "--seed", self.seed).returncode, 0)
+        self.before = sorted(os.listdir(self.dir))
+        for command in (("synth", "--tokens", 2**27, "-o", out), ("compress", "--preset", "small", dump, out), ("analyze", "--preset", "small", dump)):
+            force = () if command[0] == "analyze" else ("--force",)
+            r = subprocess.run([TIERKV, *map(str, command), *force], capture_output=True, text=True, timeout=300,
+                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (60 << 20, 60 << 20)))
+            self.assertEqual((r.returncode, r.stdout, r.stderr), (3, "", f"tierkv: {command[0]}: out of memory\n"), command)
+            self.expect_untouched(command)
+
     def interrupted(self, command, number, where):
         """The exit code of a command that is sent the signal as soon as it has begun a file."""
         p = subprocess.Popen([TIERKV, *map(str, command), "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

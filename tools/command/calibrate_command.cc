@@ -79,17 +79,21 @@ void add_calibrate(CLI::App& app, int* exit_code) {
   c->add_option("--basis", args->basis,
                 "mean, or matrix: also a weighted-PCA basis per layer and kv head")
       ->check(CLI::IsMember({"mean", "matrix"}));
-  c->add_flag("--no-thresholds", args->no_thresholds,
-              "Leave alpha_h = 1 and alpha_l = 0 (dumps without significance)");
-  require_number(
+  CLI::Option* without =
+      c->add_flag("--no-thresholds", args->no_thresholds,
+                  "Leave alpha_h = 1 and alpha_l = 0 (dumps without significance)");
+  CLI::Option* error_budget =
       c->add_option("--error-budget", args->options.error_budget,
                     "alpha_h: share of the way from the error of all tokens high to that of all "
-                    "low (default 0.25)"),
-      0, 1);
-  require_number(c->add_option("--prune-budget", args->options.prune_budget,
-                               "alpha_l: relative increase of the attention error allowed by "
-                               "pruning (default 0: keep every token)"),
-                 0, 10);
+                    "low (default 0.25)")
+          ->excludes(without);
+  CLI::Option* prune_budget =
+      c->add_option("--prune-budget", args->options.prune_budget,
+                    "alpha_l: relative increase of the attention error allowed by pruning "
+                    "(default 0: keep every token)")
+          ->excludes(without);
+  require_number(error_budget, 0, 1);
+  require_number(prune_budget, 0, 10);
   c->add_option("--model-id", args->options.model_id,
                 "Name of the model in the profile (default: that of the dumps)");
   add_threads(c, &args->options.threads);

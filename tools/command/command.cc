@@ -18,13 +18,17 @@ namespace {
 template <class T>
 void require(CLI::Option* option, const char* kind, T least, T most) {
   const std::string range = fmt::format("{} to {}", least, most);
-  const auto why_not = [=](const std::string& text) {
-    T value{};
-    const char* last = text.data() + text.size();
-    const auto [end, error] = std::from_chars(text.data(), last, value);
-    const bool in_range = value >= least && value <= most;
-    if (error == std::errc() && end == last && in_range) return std::string();
-    return fmt::format("'{}' is not a {} from {}", text, kind, range);
+  const auto why_not = [=](const std::string& given) {
+    // The comma keeps an empty last item.
+    for (const std::string& text : CLI::detail::split(given + ",", ',')) {
+      T value{};
+      const char* last = text.data() + text.size();
+      const auto [end, error] = std::from_chars(text.data(), last, value);
+      const bool in_range = value >= least && value <= most;
+      if (error == std::errc() && end == last && in_range) continue;
+      return fmt::format("'{}' is not a {} from {}", text, kind, range);
+    }
+    return std::string();
   };
   option->check(why_not, range);
 }

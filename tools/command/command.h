@@ -46,7 +46,8 @@ int32_t default_threads();
 void add_threads(CLI::App* command, int32_t* threads);   // --threads
 void add_profile(CLI::App* command, std::string* path);  // --profile
 
-// Values of the option are numbers of a range; NaN is none.
+// Values of the option are numbers of a range, or for a text several with commas between them; NaN
+// is none.
 void require_whole(CLI::Option* option, int64_t least, int64_t most);
 void require_number(CLI::Option* option, double least, double most);
 
