@@ -303,12 +303,14 @@ ContainerReader::~ContainerReader() = default;
 
 Result<ContainerReader> ContainerReader::open(const std::string& path,
                                               const ContainerReadOptions& options) {
-  auto impl = std::make_unique<Impl>(path, options, ::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // O_NONBLOCK: a pipe is refused below, not waited for.
+  auto impl = std::make_unique<Impl>(path, options,
+                                     ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat status;
   if (!impl->file.ok() || ::fstat(impl->file.descriptor(), &status) != 0) {
     return Status(StatusCode::kIo, path + ": cannot be opened: " + system_error());
   }
-  if (!S_ISREG(status.st_mode)) return Status(StatusCode::kIo, path + ": not a regular file");
+  if (!S_ISREG(status.st_mode)) return Status(StatusCode::kIo, path + ": is not a regular file");
   impl->size = static_cast<uint64_t>(status.st_size);
   if (Status s = impl->load(); !s) return s;
   return ContainerReader(std::move(impl));

@@ -98,14 +98,15 @@ const SafetensorsHeader& SafetensorsReader::header() const {
 Result<SafetensorsReader> SafetensorsReader::open(const std::string& path) {
   auto impl = std::make_unique<Impl>();
   impl->path = path;
-  impl->file.reset(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // O_NONBLOCK: a pipe is refused below, not waited for.
+  impl->file.reset(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (impl->file.get() < 0) return io_error(path, "cannot be opened");
   struct stat info = {};
   if (fstat(impl->file.get(), &info) != 0) return io_error(path, "cannot be read");
   const auto corrupt = [&](const std::string& what) {
     return Status(StatusCode::kCorrupt, path + ": " + what);
   };
-  if (!S_ISREG(info.st_mode)) return corrupt("not a regular file");
+  if (!S_ISREG(info.st_mode)) return corrupt("is not a regular file");
   const auto size = static_cast<uint64_t>(info.st_size);
   uint8_t prefix[8];
   if (size < sizeof(prefix)) return corrupt("too short to be a safetensors file");

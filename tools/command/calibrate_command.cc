@@ -2,10 +2,9 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include <nlohmann/json.hpp>
-
 #include "datasets/profile_file.h"
 #include "tools/analysis/calibrate.h"
+#include "tools/analysis/json_text.h"
 #include "tools/command/command.h"
 #include "tools/command/interrupt.h"
 
@@ -58,7 +57,7 @@ int run(Arguments& args) {
                                 {"num_kv_heads", profile->num_kv_heads},
                                 {"head_dim", profile->head_dim},
                                 {"basis", args.basis}};
-    return print_result(j.dump(1) + "\n");
+    return print_result(analysis::json_text(j, 1));
   }
   std::string text =
       fmt::format("{}: {} layers, {} kv heads, head_dim {}, basis {}, alpha_h {}, alpha_l {}\n",

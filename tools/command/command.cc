@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include "codec/file/output_file.h"
@@ -44,6 +46,14 @@ int print_result(const std::string& text) {
   const bool ok =
       std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   return ok ? kExitOk : report_error("standard output cannot be written", kExitBadInput);
+}
+
+bool begins_with(const std::string& path, const std::string& bytes) {
+  std::error_code error;
+  std::string start(bytes.size(), '\0');
+  return std::filesystem::is_regular_file(path, error) &&
+         std::ifstream(path, std::ios::binary).read(start.data(), std::ssize(start)) &&
+         start == bytes;
 }
 
 void add_force(CLI::App* command, bool* force) {

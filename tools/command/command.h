@@ -37,6 +37,9 @@ int report_error(const std::string& message, int exit_code);
 // closed pipe).
 int print_result(const std::string& text);
 
+// Whether a file begins with these bytes; false for what is no regular file, which is not opened.
+bool begins_with(const std::string& path, const std::string& bytes);
+
 // --force: an output that exists is replaced.
 void add_force(CLI::App* command, bool* force);
 // kExitOk, or kExitBadInput with a message where check_output() (codec/file/output_file.h) refuses.

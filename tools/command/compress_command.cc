@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <nlohmann/json.hpp>
 
 #include "datasets/profile_file.h"
+#include "tools/analysis/json_text.h"
 #include "tools/analysis/layer_data.h"
 #include "tools/analysis/stop_watch.h"
 #include "tools/command/command.h"
@@ -110,7 +110,7 @@ int run_compress(const Arguments& args) {
   ordered_json j = summary_of(args, *summary, watch.seconds());
   if (options.preset.scheme.weighted())
     j["rope"] = analysis::describe_rope(reader->info(), options.profile);
-  return print_result(args.json ? j.dump(2) + "\n" : line_of(j));
+  return print_result(args.json ? analysis::json_text(j, 2) : line_of(j));
 }
 
 Result<CacheDecoder> open_cache(const std::string& path) {
@@ -146,15 +146,14 @@ int run_decompress(const Arguments& args) {
   }
   if (!status) return report_error(status.message(), kExitBadInput);
   if (!args.json) return kExitOk;
-  return print_result(ordered_json({{"schema", "tierkv.decompress/1"},
-                                    {"input", args.input},
-                                    {"output", args.output},
-                                    {"preset", decoder->model().preset},
-                                    {"dtype", dtype_name(dtype)},
-                                    {"sequences", decoder->sequences().size()},
-                                    {"seconds", watch.seconds()}})
-                          .dump(2) +
-                      "\n");
+  return print_result(analysis::json_text({{"schema", "tierkv.decompress/1"},
+                                           {"input", args.input},
+                                           {"output", args.output},
+                                           {"preset", decoder->model().preset},
+                                           {"dtype", dtype_name(dtype)},
+                                           {"sequences", decoder->sequences().size()},
+                                           {"seconds", watch.seconds()}},
+                                          2));
 }
 
 // *chunks: how many there are; *decoded: whether they were, which of a store's sequence only a
@@ -202,7 +201,7 @@ int run_verify(const Arguments& args) {
     text += path + (decoded ? ": ok\n" : ": ok (a store's sequence: checksums only)\n");
   }
   if (args.json) {
-    text = ordered_json({{"schema", "tierkv.verify/1"}, {"files", files}}).dump(2) + "\n";
+    text = analysis::json_text({{"schema", "tierkv.verify/1"}, {"files", files}}, 2);
   }
   if (const int printed = print_result(text); printed != kExitOk) return printed;
   return failed ? kExitVerification : bad_input ? kExitBadInput : kExitOk;
