@@ -195,7 +195,7 @@ Status ContainerWriter::add(const ChunkBlock& block) {
   return Status::ok();
 }
 
-Status ContainerWriter::finish() {
+Status ContainerWriter::finish(bool overwrite) {
   Impl& w = *impl_;
   const std::vector<uint8_t> index = store_index(w.chunks);
   const ContainerHeader header = header_before(w.bytes, index);
@@ -204,7 +204,7 @@ Status ContainerWriter::finish() {
   const bool written = w.file.write(index.data(), index.size(), w.bytes) &&
                        w.file.write(bytes, sizeof(bytes), 0) && ::fsync(w.file.descriptor()) == 0;
   if (!written || !w.file.close()) return w.fail();
-  if (std::rename(w.temporary.c_str(), w.target.c_str()) != 0) return w.fail();
+  if (Status s = publish(w.temporary, w.target, overwrite); !s) return s;
   w.bytes = static_cast<int64_t>(header.file_bytes);
   w.finished = true;
   return Status::ok();

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "codec/file/output_file.h"
@@ -223,16 +222,14 @@ Status SafetensorsWriter::append(const std::string& name, const void* bytes, uin
   return Status::ok();
 }
 
-Status SafetensorsWriter::finish() {
+Status SafetensorsWriter::finish(bool overwrite) {
   for (const auto& [name, tensor] : impl_->tensors) {
     if (tensor.bytes() == 0) continue;
     return Status(StatusCode::kInvalidArgument,
                   impl_->path + ": tensor '" + printable(name) + "' was not written to its end");
   }
   if (!impl_->file.close()) return io_error(impl_->path, "cannot be written");
-  std::error_code error;
-  std::filesystem::rename(impl_->temporary, impl_->target, error);
-  if (error) return Status(StatusCode::kIo, impl_->path + ": " + error.message());
+  if (Status s = publish(impl_->temporary, impl_->target, overwrite); !s) return s;
   impl_->finished = true;
   return Status::ok();
 }

@@ -402,7 +402,8 @@ Result<ImportPlan> plan_import(const SafetensorsHeader& header, const TensorName
 }
 
 Status import_safetensors(const SafetensorsReader& file, const ImportPlan& plan, TensorAxes axes,
-                          const std::string& path, const ConvertProgress& progress) {
+                          const std::string& path, bool overwrite,
+                          const ConvertProgress& progress) {
   DumpInfo info = plan.info;
   info.created_by = "tierkv convert";
   Result<DumpWriter> writer = DumpWriter::create(path, info);
@@ -416,7 +417,7 @@ Status import_safetensors(const SafetensorsReader& file, const ImportPlan& plan,
     });
     if (!s) return s;
   }
-  return writer->finish();
+  return writer->finish(overwrite);
 }
 
 }  // namespace tierkv::datasets

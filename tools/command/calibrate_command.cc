@@ -18,9 +18,10 @@ struct Arguments {
   bool no_thresholds = false, json = false, force = false;
 };
 
-Status write(const std::string& path, const Profile& profile) {
+Status write(const Arguments& args, const Profile& profile) {
   const Interrupt interrupt;
-  return datasets::write_profile(path, profile, [&] { interrupt.check(); });
+  return datasets::write_profile(
+      args.output, profile, [&] { interrupt.check(); }, args.force);
 }
 
 int run(Arguments& args) {
@@ -40,7 +41,7 @@ int run(Arguments& args) {
   Result<Profile> profile = analysis::calibrate(dumps, args.options);
   bar.finish();
   if (!profile) return report_error(profile.status().message(), kExitBadInput);
-  if (Status s = write(args.output, *profile); !s) return report_error(s.message(), kExitBadInput);
+  if (Status s = write(args, *profile); !s) return report_error(s.message(), kExitBadInput);
   if (profile->alpha_low > 0) {
     std::fprintf(stderr,
                  "tierkv: warning: the profile prunes tokens (alpha_l = %g); attention error does "

@@ -76,6 +76,7 @@ int run_compress(const Arguments& args) {
   analysis::CompressOptions options;
   options.threads = args.threads;
   options.without_queries = args.without_queries;
+  options.overwrite = args.force;
   Result<analysis::Preset> preset = analysis::parse_preset(args.preset);
   if (!preset) return report_error("--preset: " + preset.status().message(), kExitBadInput);
   options.preset = std::move(preset.value());
@@ -138,8 +139,8 @@ int run_decompress(const Arguments& args) {
     interrupt.check();
   };
   const analysis::StopWatch watch;
-  const Status status =
-      analysis::decompress(*decoder, {dtype, args.threads, args.gzip, progress}, args.output);
+  const Status status = analysis::decompress(
+      *decoder, {dtype, args.threads, args.gzip, progress, args.force}, args.output);
   bar.finish();
   if (status.code() == StatusCode::kOutOfRange && args.dtype == "stored") {
     return report_error(status.message() + "; --dtype float32 holds them", kExitBadInput);
@@ -233,8 +234,10 @@ void add_compress(CLI::App& app, int* exit_code) {
 
 void add_decompress(CLI::App& app, int* exit_code) {
   auto args = std::make_shared<Arguments>();
-  CLI::App* c = app.add_subcommand(
-      "decompress", "Decode a .tkv container into a dump; pruned tokens are zeros, see `pruned`");
+  CLI::App* c = app.add_subcommand("decompress",
+                                   "Decode a .tkv container into a dump. Pruned tokens are zeros; "
+                                   "the dataset `pruned` of a layer "
+                                   "marks them (docs/reference/kv-dump.md)");
   c->add_option("IN", args->input, "Container (.tkv)")->required();
   c->add_option("OUT", args->output, "kv-dump to write (HDF5)")->required();
   add_force(c, &args->force);

@@ -108,11 +108,11 @@ int to_safetensors(const Arguments& args, const TensorNames& names) {
   name_left_out("dataset", *others);
   ProgressBar bar(args.output);
   const Interrupt interrupt;
-  const Status s =
-      datasets::export_safetensors(*dump, names, args.seq, args.output, [&](double fraction) {
-        bar.update(fraction);
-        interrupt.check();
-      });
+  const Status s = datasets::export_safetensors(*dump, names, args.seq, args.output, args.force,
+                                                [&](double fraction) {
+                                                  bar.update(fraction);
+                                                  interrupt.check();
+                                                });
   bar.finish();
   return s ? kExitOk : report_error(s.message(), kExitBadInput);
 }
@@ -127,11 +127,11 @@ int to_dump(const Arguments& args, const TensorNames& names, const datasets::Mod
   name_left_out("tensor", plan->left_out);
   ProgressBar bar(args.output);
   const Interrupt interrupt;
-  const Status s =
-      datasets::import_safetensors(*file, *plan, names.axes, args.output, [&](double fraction) {
-        bar.update(fraction);
-        interrupt.check();
-      });
+  const Status s = datasets::import_safetensors(*file, *plan, names.axes, args.output, args.force,
+                                                [&](double fraction) {
+                                                  bar.update(fraction);
+                                                  interrupt.check();
+                                                });
   bar.finish();
   return s ? kExitOk : report_error(s.message(), kExitBadInput);
 }

@@ -56,10 +56,11 @@ int run(Arguments& args) {
   }
   ProgressBar bar(args.output);
   const Interrupt interrupt;
-  const Status status = datasets::synthesize(spec, args.output, [&](double fraction) {
+  const auto progress = [&](double fraction) {
     bar.update(fraction);
     interrupt.check();
-  });
+  };
+  const Status status = datasets::synthesize(spec, args.output, progress, args.force);
   bar.finish();
   return status ? kExitOk : report_error(status.message(), kExitBadInput);
 }

@@ -274,7 +274,7 @@ Result<CompressSummary> compress(datasets::DumpReader& reader, const CompressOpt
   if (!writer) return writer.status();
   Compressor compressor(reader, options, &writer.value());
   if (Status s = compressor.run(); !s) return s;
-  if (Status s = writer->finish(); !s) return s;
+  if (Status s = writer->finish(options.overwrite); !s) return s;
   CompressSummary summary = compressor.summary();
   summary.file_bytes = writer->file_bytes();
   return summary;
