@@ -131,11 +131,31 @@ class BadInput(CliTest):
         self.expect(run("analyze", "--preset", "k8v4:group_k=48", path), 3, "group 48")
         self.expect(run("analyze", "--preset", "step:basis=matrix", path), 3, "profile")
         self.expect(run("analyze", "--profile", path, path), 3, "kv-profile")
-        big = Dump(seed=self.seed, dtype="float32")
-        big.data["/seq/a/layer/0/k"][0, 0, 0] = 1e6
-        path = big.write(self.dir / "big.h5")
-        self.expect(run("analyze", "--preset", "k1v4", path), 3, path, "out_of_range")
-        self.expect(run("analyze", "--preset", "fp16", path), 3, path, "out_of_range")
+
+    def test_values_beyond_the_format_are_named(self):
+        for part, size, presets in (("k", 1e6, ("k1v4", "fp16", "k4v4+huffman")), ("v", 1e38, ("step", "k4v4", "diffkv", "small", "kvcomp"))):
+            dump = Dump(seed=self.seed, dtype="float32")
+            dump.data[f"/seq/a/layer/1/{part}"][1, 5, 3] = size
+            path, out = dump.write(self.dir / "big.h5"), self.dir / "out"
+            what = f"{'keys' if part == 'k' else 'values'} up to {size:g} (token 5)"
+            for preset in presets:
+                self.expect(run("analyze", "--preset", preset, path), 3, path, "/seq/a/layer/1", "kv head 1", what, "out_of_range")
+                self.expect(run("compress", "--preset", preset, path, out), 3, path, "/seq/a/layer/1", "kv head 1", what)
+        for part in "kvq":
+            dump = Dump(seed=self.seed, dtype="float32")
+            dump.data[f"/seq/a/layer/1/{part}"][1, 5, 3] = 1e38
+            self.expect(run("calibrate", "--no-thresholds", dump.write(self.dir / "big.h5"), "-o", out), 3, self.dir / "big.h5", "/seq/a/layer/1",
+                        "kv head", "root mean square", "channel 3", "65504")
+        self.assertFalse(out.exists())
+
+    def test_zeros_of_pruned_tokens_are_no_data(self):
+        dump = Dump(seed=self.seed)
+        dump.data["/seq/a/layer/1/pruned"] = np.zeros((2, 96), np.uint8)
+        path, out = dump.write(self.dir / "pruned.h5"), self.dir / "out"
+        for command in (("analyze",), ("sweep", "--preset", "k8v4"), ("calibrate", "--no-thresholds", "-o", out), ("compress", "--preset", "k8v4", out)):
+            self.expect(run(command[0], path, *command[1:]), 3, path, "/seq/a/layer/1/pruned")
+        self.assertEqual(run("info", path).returncode, 0)
+        self.assertFalse(out.exists())
 
     def test_texts_that_are_no_utf8(self):
         dump = Dump(seed=self.seed, tokens=80)

@@ -231,6 +231,7 @@ Status Compressor::run() {
 }
 
 Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
+  if (Status s = check_unpruned(info); !s) return s;
   const Scheme scheme = options.preset.scheme.for_head_dim(info.layout.head_dim);
   const auto refuse = [&](StatusCode code, const std::string& why) {
     return Status(code, info.path + ": preset " + options.preset.text + ": " + why);
