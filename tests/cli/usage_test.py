@@ -38,7 +38,7 @@ class Usage(CliTest):
     def test_wrong_presets(self):
         for preset, words in {"nonsense": "unknown name", "k3v4": "unknown name", "k8v4:": "not key=value", "k8v4:alpha_h=1": "no key",
                               "diffkv:alpha_h=x": "expected a number", "diffkv:alpha_h=1,alpha_l=2": "above", "k8v4+zip": "unknown suffix",
-                              "kvcomp+huffman": "always", "step+huffman": "always", "fp16+huffman": "needs codes", "fp16+rot": "no effect",
+                              "small+fse": "no other entropy stage", "fp16+huffman": "needs codes", "fp16+rot": "no effect",
                               "kivi4:group=0": "whole number", "step:basis=moon": "one of", "diffkv:high=k3v3": "format",
                               "k8v4:window=-1": "whole number", "k8v4:window=1,window=2": "twice", "zstd-codes:of=zstd-fp16": "zstd",
                               "step:basis=mean+rot": "exclude", "k8v4+rot+rot": "twice", "snapkv:keep=0": "a number", "h2o:window=3": "no key",
