@@ -27,6 +27,7 @@ struct LayerInfo {
   DType dtype = DType::kFloat16;  // of k and v
   bool has_q = false;
   bool has_significance = false;
+  bool has_pruned = false;  // see DumpWriter::write_pruned()
   DType q_dtype = DType::kFloat16;
   int64_t num_queries = 0;
 };
@@ -126,7 +127,8 @@ class DumpWriter {
   Status write_pruned(int32_t kv_head, const uint8_t* flags);
   // A free text attribute on the current sequence.
   Status annotate(const std::string& name, const std::string& value);
-  Status finish();
+  // Without `overwrite` it is kIo where a file stands at the path by now.
+  Status finish(bool overwrite = true);
 
  private:
   struct Impl;

@@ -217,6 +217,7 @@ class Checker {
         return corrupt(base + "/significance: is " + dtype_name(*dtype) + " (expected float32)");
       }
     }
+    out->has_pruned = has_member(base, "pruned");
     out->has_q = has_member(base, "q");
     if (out->has_q) return check_queries(base, seq.num_tokens, out);
     if (has_member(base, "q_positions")) return corrupt(base + "/q: is missing beside q_positions");

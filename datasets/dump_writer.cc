@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
 
 #include "codec/file/output_file.h"
 #include "codec/host/convert.h"
@@ -373,7 +372,7 @@ Status DumpWriter::annotate(const std::string& name, const std::string& value) {
              : impl_->fail(impl_->where + ": attribute " + name);
 }
 
-Status DumpWriter::finish() {
+Status DumpWriter::finish(bool overwrite) {
   const Hdf5Lock lock;
   Impl& w = *impl_;
   if (w.finished) return w.misuse("is finished already");
@@ -385,9 +384,7 @@ Status DumpWriter::finish() {
   w.close_groups();
   w.in_sequence = false;
   if (H5Fflush(w.file.id(), H5F_SCOPE_LOCAL) < 0 || !w.file.close()) return w.fail("the file");
-  std::error_code error;
-  std::filesystem::rename(w.temporary, w.target, error);
-  if (error) return Status(StatusCode::kIo, w.path + ": " + error.message());
+  if (Status s = publish(w.temporary, w.target, overwrite); !s) return s;
   w.finished = true;
   return Status::ok();
 }

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <filesystem>
 #include <iterator>
 #include <utility>
 
@@ -337,7 +336,7 @@ struct Draft {
 }  // namespace
 
 Status write_profile(const std::string& path, const Profile& profile,
-                     const std::function<void()>& between) {
+                     const std::function<void()>& between, bool overwrite) {
   Status valid = profile.validate();
   if (valid) valid = check_rope(profile);
   if (!valid) return valid.with_context(path);
@@ -356,9 +355,7 @@ Status write_profile(const std::string& path, const Profile& profile,
   if (H5Fflush(draft.file.id(), H5F_SCOPE_LOCAL) < 0 || !draft.file.close()) {
     return unwritten(write_error());
   }
-  std::error_code error;
-  std::filesystem::rename(draft.path, *target, error);
-  if (error) return unwritten(": " + error.message());
+  if (Status s = publish(draft.path, *target, overwrite); !s) return s;
   draft.kept = true;
   return Status::ok();
 }

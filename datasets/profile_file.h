@@ -31,9 +31,9 @@
 namespace tierkv::datasets {
 
 // Refuses a profile that is not valid. `between` (may be empty) is called before each array; what
-// it throws leaves no file.
+// it throws leaves no file. Without `overwrite` it is kIo where a file stands at the path.
 Status write_profile(const std::string& path, const Profile& profile,
-                     const std::function<void()>& between = {});
+                     const std::function<void()>& between = {}, bool overwrite = true);
 // Messages name the file and the attribute or dataset.
 Result<Profile> read_profile(const std::string& path);
 // The bytes of such a file; `name` stands for it in messages.

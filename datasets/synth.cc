@@ -234,7 +234,7 @@ Status SynthSpec::validate() const {
 }
 
 Status synthesize(const SynthSpec& given, const std::string& path,
-                  const std::function<void(double)>& progress) {
+                  const std::function<void(double)>& progress, bool overwrite) {
   if (Status s = given.validate(); !s) return s;
   SynthSpec spec = given;
   CacheLayout& l = spec.layout;
@@ -272,7 +272,7 @@ Status synthesize(const SynthSpec& given, const std::string& path,
       }
     }
   }
-  return writer->finish();
+  return writer->finish(overwrite);
 }
 
 }  // namespace tierkv::datasets

@@ -38,8 +38,8 @@ struct SynthSpec {
 };
 
 // Writes to a temporary name that is renamed at the end; `progress` (may be empty) is called with
-// the fraction done.
+// the fraction done. Without `overwrite` it is kIo where a file stands at the path by then.
 Status synthesize(const SynthSpec& spec, const std::string& path,
-                  const std::function<void(double)>& progress);
+                  const std::function<void(double)>& progress, bool overwrite = true);
 
 }  // namespace tierkv::datasets

@@ -84,7 +84,7 @@ Status run_calibrate(tkv_calibrate_options* options, const char* path) {
     return s;
   const Result<Profile> profile = analysis::calibrate(*readers, c);
   if (!profile) return profile.status();
-  if (Status s = datasets::write_profile(path, *profile); !s) return s;
+  if (Status s = datasets::write_profile(path, *profile, {}, o.overwrite != 0); !s) return s;
   o.alpha_high = profile->alpha_high;
   o.alpha_low = profile->alpha_low;
   write_struct(o, options);

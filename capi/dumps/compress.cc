@@ -16,6 +16,7 @@ Status run_compress(const char* dump, const char* container, tkv_compress_option
   Result<analysis::Preset> preset = read_preset(o.preset);
   if (!preset) return preset.status();
   c.preset = std::move(*preset);
+  c.overwrite = o.overwrite != 0;
   c.without_queries = o.without_queries != 0;
   const Result<std::optional<Profile>> profile = open_profile(o.profile);
   if (!profile) return profile.status();
@@ -58,6 +59,7 @@ Status run_decompress(const char* container, const char* dump,
   if (!decoder) return decoder.status();
   if (Status s = check_output(dump, o.overwrite != 0, {container}); !s) return s;
   d.dtype = convert ? static_cast<DType>(o.dtype) : decoder->model().layout.dtype;
+  d.overwrite = o.overwrite != 0;
   d.gzip_level = o.gzip_level;
   d.progress = std::move(*progress);
   return analysis::decompress(*decoder, d, dump);

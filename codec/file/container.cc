@@ -195,7 +195,7 @@ Status ContainerWriter::add(const ChunkBlock& block) {
   return Status::ok();
 }
 
-Status ContainerWriter::finish() {
+Status ContainerWriter::finish(bool overwrite) {
   Impl& w = *impl_;
   const std::vector<uint8_t> index = store_index(w.chunks);
   const ContainerHeader header = header_before(w.bytes, index);
@@ -204,7 +204,7 @@ Status ContainerWriter::finish() {
   const bool written = w.file.write(index.data(), index.size(), w.bytes) &&
                        w.file.write(bytes, sizeof(bytes), 0) && ::fsync(w.file.descriptor()) == 0;
   if (!written || !w.file.close()) return w.fail();
-  if (std::rename(w.temporary.c_str(), w.target.c_str()) != 0) return w.fail();
+  if (Status s = publish(w.temporary, w.target, overwrite); !s) return s;
   w.bytes = static_cast<int64_t>(header.file_bytes);
   w.finished = true;
   return Status::ok();
@@ -303,12 +303,14 @@ ContainerReader::~ContainerReader() = default;
 
 Result<ContainerReader> ContainerReader::open(const std::string& path,
                                               const ContainerReadOptions& options) {
-  auto impl = std::make_unique<Impl>(path, options, ::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // O_NONBLOCK: a pipe is refused below, not waited for.
+  auto impl = std::make_unique<Impl>(path, options,
+                                     ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat status;
   if (!impl->file.ok() || ::fstat(impl->file.descriptor(), &status) != 0) {
     return Status(StatusCode::kIo, path + ": cannot be opened: " + system_error());
   }
-  if (!S_ISREG(status.st_mode)) return Status(StatusCode::kIo, path + ": not a regular file");
+  if (!S_ISREG(status.st_mode)) return Status(StatusCode::kIo, path + ": is not a regular file");
   impl->size = static_cast<uint64_t>(status.st_size);
   if (Status s = impl->load(); !s) return s;
   return ContainerReader(std::move(impl));

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "codec/file/output_file.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 
@@ -13,6 +15,7 @@ namespace tierkv {
 namespace {
 
 constexpr int kMaxLinks = 40;
+constexpr char kExists[] = "it exists; --force (overwrite) replaces it";
 
 Status refused(const std::string& path, const std::string& why) {
   return Status(StatusCode::kIo, path + ": cannot be written: " + why);
@@ -55,7 +58,20 @@ Status check_output(const std::string& path, bool overwrite,
     return refused(path, "it is the same file as the input " + input);
   }
   if (overwrite) return Status::ok();
-  return refused(path, "it exists; --force (overwrite) replaces it");
+  return refused(path, kExists);
+}
+
+Status publish(const std::string& temporary, const std::string& target, bool overwrite) {
+  const char *from = temporary.c_str(), *to = target.c_str();
+  int result =
+      overwrite ? std::rename(from, to) : renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE);
+  if (result != 0 && errno == EINVAL && !overwrite) {
+    // Some file systems, NFS among them, cannot look and rename at once.
+    if (access(to, F_OK) == 0) return refused(target, kExists);
+    result = std::rename(from, to);
+  }
+  if (result == 0) return Status::ok();
+  return refused(target, errno == EEXIST ? kExists : std::strerror(errno));
 }
 
 std::string temporary_name(const std::string& path) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What may stand at the path of a file that is to be written. Writers create a file beside its
-// place, under temporary_name(), and rename it when it is whole.
+// place, under temporary_name(), and publish() it when it is whole.
 #pragma once
 
 #include <string>
@@ -20,6 +20,10 @@ Result<std::string> output_target(const std::string& path);
 // it.
 Status check_output(const std::string& path, bool overwrite,
                     const std::vector<std::string>& inputs);
+
+// Renames a file that is whole. Without `overwrite` it is kIo where something stands at `target` by
+// now.
+Status publish(const std::string& temporary, const std::string& target, bool overwrite);
 
 // The name of a file until it is whole, unique to this process and call.
 std::string temporary_name(const std::string& path);

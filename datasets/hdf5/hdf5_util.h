@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "datasets/printable.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
 
@@ -41,10 +42,6 @@ class Hdf5Lock {
 // forget_write_error(). Empty where it refused nothing.
 std::string write_error();
 void forget_write_error();
-
-// Text from a file, fit for a message or a terminal: control characters replaced, at most 100
-// bytes.
-std::string printable(const std::string& text);
 
 // Any HDF5 identifier; closed by reference count.
 class Handle {

@@ -16,7 +16,7 @@ using ConvertProgress = std::function<void(double)>;  // share done; may be empt
 // Every value as stored; the attributes of the dump go to "__metadata__". kInvalidArgument where
 // the names hold one sequence and the dump has more (only_sequence: the one to take, empty: all).
 Status export_safetensors(const DumpReader& dump, const TensorNames& names,
-                          const std::string& only_sequence, const std::string& path,
+                          const std::string& only_sequence, const std::string& path, bool overwrite,
                           const ConvertProgress& progress);
 
 // Paths of datasets in a dump's layers that a kv-dump does not name and that are therefore not
@@ -55,6 +55,6 @@ Result<ImportPlan> plan_import(const SafetensorsHeader& header, const TensorName
 
 // Writes the dump of a plan; values that are not finite are refused.
 Status import_safetensors(const SafetensorsReader& file, const ImportPlan& plan, TensorAxes axes,
-                          const std::string& path, const ConvertProgress& progress);
+                          const std::string& path, bool overwrite, const ConvertProgress& progress);
 
 }  // namespace tierkv::datasets

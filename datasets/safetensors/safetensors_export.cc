@@ -20,7 +20,7 @@ class Exporter {
  public:
   Exporter(const DumpReader& dump, const TensorNames& names) : dump_(dump), names_(names) {}
 
-  Status run(const std::vector<int32_t>& sequences, const std::string& path,
+  Status run(const std::vector<int32_t>& sequences, const std::string& path, bool overwrite,
              const ConvertProgress& progress) {
     for (const int32_t s : sequences) add_sequence(s);
     Result<SafetensorsWriter> writer = SafetensorsWriter::create(path, tensors_, metadata_);
@@ -37,7 +37,7 @@ class Exporter {
         if (progress) progress(++done / total);
       }
     }
-    return writer->finish();
+    return writer->finish(overwrite);
   }
 
  private:
@@ -203,7 +203,7 @@ Result<std::vector<std::string>> other_datasets(const std::string& dump_path) {
 }
 
 Status export_safetensors(const DumpReader& dump, const TensorNames& names,
-                          const std::string& only_sequence, const std::string& path,
+                          const std::string& only_sequence, const std::string& path, bool overwrite,
                           const ConvertProgress& progress) {
   if (Status s = names.validate(); !s) return s;
   std::vector<int32_t> sequences;
@@ -222,7 +222,7 @@ Status export_safetensors(const DumpReader& dump, const TensorNames& names,
                   file + ": has " + std::to_string(sequences.size()) +
                       " sequences and names without {seq}; choose one (--seq)");
   }
-  return Exporter(dump, names).run(sequences, path, progress);
+  return Exporter(dump, names).run(sequences, path, overwrite, progress);
 }
 
 }  // namespace tierkv::datasets

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "codec/file/output_file.h"
@@ -98,14 +97,15 @@ const SafetensorsHeader& SafetensorsReader::header() const {
 Result<SafetensorsReader> SafetensorsReader::open(const std::string& path) {
   auto impl = std::make_unique<Impl>();
   impl->path = path;
-  impl->file.reset(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // O_NONBLOCK: a pipe is refused below, not waited for.
+  impl->file.reset(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (impl->file.get() < 0) return io_error(path, "cannot be opened");
   struct stat info = {};
   if (fstat(impl->file.get(), &info) != 0) return io_error(path, "cannot be read");
   const auto corrupt = [&](const std::string& what) {
     return Status(StatusCode::kCorrupt, path + ": " + what);
   };
-  if (!S_ISREG(info.st_mode)) return corrupt("not a regular file");
+  if (!S_ISREG(info.st_mode)) return corrupt("is not a regular file");
   const auto size = static_cast<uint64_t>(info.st_size);
   uint8_t prefix[8];
   if (size < sizeof(prefix)) return corrupt("too short to be a safetensors file");
@@ -222,16 +222,14 @@ Status SafetensorsWriter::append(const std::string& name, const void* bytes, uin
   return Status::ok();
 }
 
-Status SafetensorsWriter::finish() {
+Status SafetensorsWriter::finish(bool overwrite) {
   for (const auto& [name, tensor] : impl_->tensors) {
     if (tensor.bytes() == 0) continue;
     return Status(StatusCode::kInvalidArgument,
                   impl_->path + ": tensor '" + printable(name) + "' was not written to its end");
   }
   if (!impl_->file.close()) return io_error(impl_->path, "cannot be written");
-  std::error_code error;
-  std::filesystem::rename(impl_->temporary, impl_->target, error);
-  if (error) return Status(StatusCode::kIo, impl_->path + ": " + error.message());
+  if (Status s = publish(impl_->temporary, impl_->target, overwrite); !s) return s;
   impl_->finished = true;
   return Status::ok();
 }

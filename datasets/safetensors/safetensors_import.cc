@@ -219,6 +219,17 @@ class Planner {
                                " " + shape_text(shape) + ")");
   }
 
+  // As in a kv-dump, or as Hugging Face tokenizers give them: int64, with a batch of one.
+  static Status check_tokens(const TensorInfo& t, int64_t tokens) {
+    std::vector<int64_t> shape = t.shape;
+    if (shape.size() == 2 && shape[0] == 1) shape.erase(shape.begin());
+    if (shape == std::vector<int64_t>{tokens} && (t.dtype == "I32" || t.dtype == "I64"))
+      return Status::ok();
+    return tensor_error(t, "is " + t.dtype + " " + shape_text(t.shape) + " (expected I32 or I64 [" +
+                               std::to_string(tokens) + "] or [1, " + std::to_string(tokens) +
+                               "])");
+  }
+
   Status check_sequence(ImportPlan::Sequence* seq) {
     const CacheLayout& l = plan_.info.layout;
     if (static_cast<int32_t>(seq->layers.size()) != l.num_layers) {
@@ -237,7 +248,7 @@ class Planner {
     seq->num_tokens = e.positions;
     if (const std::string* kind = metadata("kind." + seq->id)) seq->kind = *kind;
     if (seq->tokens != nullptr) {
-      if (Status s = check_vector(*seq->tokens, {seq->num_tokens}, "I32"); !s) return s;
+      if (Status s = check_tokens(*seq->tokens, seq->num_tokens); !s) return s;
     } else {
       plan_.assumed.push_back("tokens of sequence '" + printable(seq->id) + "' = 0, 0, 0, ...");
     }
@@ -288,7 +299,7 @@ class Importer {
   Status write_sequence(const ImportPlan::Sequence& seq, const std::function<void()>& layer_done) {
     std::vector<int32_t> tokens(seq.num_tokens, 0);
     if (seq.tokens != nullptr) {
-      if (Status s = read(*seq.tokens, &tokens); !s) return s;
+      if (Status s = read_tokens(*seq.tokens, &tokens); !s) return s;
     }
     if (Status s = writer_.begin_sequence(seq.id, seq.kind, tokens); !s) return s;
     for (const ImportPlan::Layer& layer : seq.layers) {
@@ -303,6 +314,20 @@ class Importer {
   Status read(const TensorInfo& t, std::vector<T>* out) const {
     out->resize(t.bytes() / sizeof(T));
     return file_.read(t, 0, t.bytes(), out->data());
+  }
+
+  Status read_tokens(const TensorInfo& t, std::vector<int32_t>* out) const {
+    if (t.dtype == "I32") return read(t, out);
+    std::vector<int64_t> wide;
+    if (Status s = read(t, &wide); !s) return s;
+    for (size_t i = 0; i < wide.size(); ++i) {
+      if (wide[i] >= INT32_MIN && wide[i] <= INT32_MAX) continue;
+      return tensor_error(t, "element " + std::to_string(i) + " is " + std::to_string(wide[i]) +
+                                 " (expected an int32)")
+          .with_context(file_.path());
+    }
+    out->assign(wide.begin(), wide.end());
+    return Status::ok();
   }
 
   // Calls write(head, values [positions, head_dim]) for every head of a tensor of k, v or q.
@@ -377,7 +402,8 @@ Result<ImportPlan> plan_import(const SafetensorsHeader& header, const TensorName
 }
 
 Status import_safetensors(const SafetensorsReader& file, const ImportPlan& plan, TensorAxes axes,
-                          const std::string& path, const ConvertProgress& progress) {
+                          const std::string& path, bool overwrite,
+                          const ConvertProgress& progress) {
   DumpInfo info = plan.info;
   info.created_by = "tierkv convert";
   Result<DumpWriter> writer = DumpWriter::create(path, info);
@@ -391,7 +417,7 @@ Status import_safetensors(const SafetensorsReader& file, const ImportPlan& plan,
     });
     if (!s) return s;
   }
-  return writer->finish();
+  return writer->finish(overwrite);
 }
 
 }  // namespace tierkv::datasets

@@ -6,11 +6,11 @@ import ctypes
 import json
 import os
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from . import _library as lib
 from ._arrays import DTYPES
-from .errors import InvalidArgumentError
+from .errors import ArgumentTypeError, InvalidArgumentError
 
 Progress = Callable[[float], None]
 Files = Union[lib.Path, Sequence[lib.Path]]
@@ -110,24 +110,31 @@ def _strings(items: Sequence[bytes]) -> Any:
     return (ctypes.c_char_p * len(items))(*items)
 
 
+def _items(given: Any, kinds: Tuple[type, ...], name: str) -> List[Any]:
+    """One or several of a type, as a list."""
+    items = [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else list(given)
+    for item in items:
+        if not isinstance(item, kinds):
+            raise ArgumentTypeError(f"{name}: {item!r} is no {' or '.join(k.__name__ for k in kinds)}")
+    return items
+
+
 def _files(files: Files) -> List[bytes]:
-    if isinstance(files, (str, os.PathLike)):
-        return [lib.encode_path(files)]
-    return [lib.encode_path(f) for f in files]
+    return [lib.encode_path(f) for f in _items(files, (str, os.PathLike), "files")]
 
 
 def _optional_path(path: Optional[lib.Path]) -> Optional[bytes]:
     return None if path is None else lib.encode_path(path)
 
 
-def analyze(files: Files, presets: Optional[Sequence[str]] = None, *, profile: Optional[lib.Path] = None,
+def analyze(files: Files, presets: Union[None, str, Sequence[str]] = None, *, profile: Optional[lib.Path] = None,
             sequence: Optional[str] = None, layers: Optional[Tuple[int, int]] = None, threads: int = 0,
             progress: Optional[Progress] = None) -> List[AnalysisResult]:
     """What each preset would do to the dumps, as `tierkv analyze`: for every file and preset the total, then each sequence.
 
-    presets: None for a comparison of all schemes with equal windows. profile: of calibrate(). layers: first and last.
+    presets: one or several; None for a comparison of all schemes with equal windows. profile: of calibrate(). layers: first and last.
     """
-    names, chosen = _files(files), [p.encode() for p in presets or []]
+    names, chosen = _files(files), [] if presets is None else [p.encode() for p in _items(presets, (str,), "presets")]
     if presets is not None and not chosen:
         raise InvalidArgumentError("presets is empty; None compares all schemes")
     if layers is not None and not 0 <= layers[0] <= layers[1]:

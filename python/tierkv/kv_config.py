@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple, Union
 
@@ -12,7 +13,7 @@ import numpy as np
 from . import _library as lib
 from ._arrays import DTYPES, pointer
 from .errors import ArgumentTypeError, InvalidArgumentError, OutOfRangeError
-from .profile import PAIRINGS, ProfileData, Rope, frequencies, profile_struct
+from .profile import PAIRINGS, ProfileData, Rope, frequencies, profile_struct, read_profile
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,18 @@ class StoreConfig:
     sm_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     rope: Optional[Rope] = None  # None: the profile's, or none
     format: BodyFormat = CodedFormat()
-    profile: Optional[ProfileData] = None
+    profile: Union[None, ProfileData, lib.Path] = None  # a path is read
     raw_layers: Tuple[int, ...] = ()  # these stay fp16; ascending
     sink_tokens: int = 4
     window_tokens: int = 64
     memory_bytes: int = 0  # for all sequences; 0: found by with_memory()
     page_bytes: int = 0  # 0: the format's choice
+
+    def __post_init__(self) -> None:
+        if isinstance(self.profile, (str, os.PathLike)):
+            object.__setattr__(self, "profile", read_profile(self.profile))
+        if not isinstance(self.profile, (type(None), ProfileData)):
+            raise ArgumentTypeError(f"profile {self.profile!r} is neither a profile nor a path")
 
     def tokens_that_fit(self) -> Tuple[int, int]:
         """Tokens of all sequences together, when all are open and equally long: with codes of typical size, and whatever the values are."""
@@ -143,7 +150,7 @@ class StoreConfig:
         if self.sink_tokens < 0 or self.window_tokens < 1:
             raise InvalidArgumentError("sink_tokens must be at least 0, window_tokens at least 1")
         raw_layers = np.array([lib.integer(layer, "raw_layers") for layer in self.raw_layers], np.int32)
-        profile = None if self.profile is None else profile_struct(self.profile)
+        profile = profile_struct(self.profile) if isinstance(self.profile, ProfileData) else None
         rope, inv_freq = None, None
         if self.rope is not None:
             inv_freq = frequencies(self.rope)

@@ -50,9 +50,15 @@ TEST(Preset, DefaultsAreThoseOfTheDesign) {
   EXPECT_FALSE(small.needs_queries() || small.needs_significance());
   EXPECT_EQ(scheme("small:k=0.4,books=3").own_k, 0.4);
   EXPECT_FALSE(scheme("small:importance=off").importance);
-  for (const char* text : {"small+huffman", "small+fse", "small+rot", "small:predict=token",
-                           "small:books=5", "small:importance=1", "zstd-codes:of=small"}) {
+  for (const char* text : {"small+fse", "small+rot", "small:predict=token", "small:books=5",
+                           "small:importance=1", "zstd-codes:of=small"}) {
     EXPECT_FALSE(parse_preset(text).is_ok()) << text;
+  }
+
+  for (const std::string name : {"small", "step", "kvcomp"}) {
+    const Scheme plain = scheme(name), named = scheme(name + "+huffman");
+    EXPECT_EQ(named.coder, Coder::kHuffman);
+    EXPECT_TRUE(named.high == plain.high && named.window == plain.window) << name;
   }
 
   const Scheme step = scheme("step");

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input: exit code 3, nothing on stdout, and a message that names the file, the dataset and what is wrong."""
+import json
 import os
 
 import h5py
@@ -130,11 +131,66 @@ class BadInput(CliTest):
         self.expect(run("analyze", "--preset", "k8v4:group_k=48", path), 3, "group 48")
         self.expect(run("analyze", "--preset", "step:basis=matrix", path), 3, "profile")
         self.expect(run("analyze", "--profile", path, path), 3, "kv-profile")
-        big = Dump(seed=self.seed, dtype="float32")
-        big.data["/seq/a/layer/0/k"][0, 0, 0] = 1e6
-        path = big.write(self.dir / "big.h5")
-        self.expect(run("analyze", "--preset", "k1v4", path), 3, path, "out_of_range")
-        self.expect(run("analyze", "--preset", "fp16", path), 3, path, "out_of_range")
+
+    def test_values_beyond_the_format_are_named(self):
+        for part, size, presets in (("k", 1e6, ("k1v4", "fp16", "k4v4+huffman")), ("v", 1e38, ("step", "k4v4", "diffkv", "small", "kvcomp"))):
+            dump = Dump(seed=self.seed, dtype="float32")
+            dump.data[f"/seq/a/layer/1/{part}"][1, 5, 3] = size
+            path, out = dump.write(self.dir / "big.h5"), self.dir / "out"
+            what = f"{'keys' if part == 'k' else 'values'} up to {size:g} (token 5)"
+            for preset in presets:
+                self.expect(run("analyze", "--preset", preset, path), 3, path, "/seq/a/layer/1", "kv head 1", what, "out_of_range")
+                self.expect(run("compress", "--preset", preset, path, out), 3, path, "/seq/a/layer/1", "kv head 1", what)
+        for part in "kvq":
+            dump = Dump(seed=self.seed, dtype="float32")
+            dump.data[f"/seq/a/layer/1/{part}"][1, 5, 3] = 1e38
+            self.expect(run("calibrate", "--no-thresholds", dump.write(self.dir / "big.h5"), "-o", out), 3, self.dir / "big.h5", "/seq/a/layer/1",
+                        "kv head", "root mean square", "channel 3", "65504")
+        self.assertFalse(out.exists())
+
+    def test_zeros_of_pruned_tokens_are_no_data(self):
+        dump = Dump(seed=self.seed)
+        dump.data["/seq/a/layer/1/pruned"] = np.zeros((2, 96), np.uint8)
+        path, out = dump.write(self.dir / "pruned.h5"), self.dir / "out"
+        for command in (("analyze",), ("sweep", "--preset", "k8v4"), ("calibrate", "--no-thresholds", "-o", out), ("compress", "--preset", "k8v4", out)):
+            self.expect(run(command[0], path, *command[1:]), 3, path, "/seq/a/layer/1/pruned")
+        self.assertEqual(run("info", path).returncode, 0)
+        self.assertFalse(out.exists())
+
+    def test_texts_that_are_no_utf8(self):
+        dump = Dump(seed=self.seed, tokens=80)
+        dump.attrs["model_id"] = np.bytes_(b"m\xff\x1b[2J")
+        path = self.dir / os.fsdecode(b"\xff.h5")
+        with h5py.File(dump.write(path), "a") as f:
+            f["seq/a"].attrs["kind"] = np.bytes_(b"\xfd\n")
+            f["seq"].move("a", b"\xfe")
+        tkv = path.with_suffix(".tkv")
+        for command in (("info", path), ("analyze", "--preset", "k8v4", path), ("analyze", "--preset", "k8v4", "--details", path),
+                        ("sweep", "--preset", "k8v4", path), ("compress", "--preset", "k8v4", path, tkv), ("info", tkv), ("verify", tkv),
+                        ("decompress", tkv, path.with_suffix(".back")), ("calibrate", path, "-o", path.with_suffix(".profile"))):
+            r = run(*command, "--json")
+            self.assertEqual(r.returncode, 0, r.stderr)
+            self.assertIn("\ufffd", str(json.loads(r.stdout)), command)
+
+    def test_control_characters_are_not_printed(self):
+        dump = Dump(seed=self.seed, tokens=80)
+        dump.attrs["model_id"] = "m\x1b[2J"
+        path, tkv = self.dir / "a.h5", self.dir / "a.tkv"
+        with h5py.File(dump.write(path), "a") as f:
+            f["/seq/a"].attrs["kind"] = "k\r"
+        self.assertEqual(run("compress", "--preset", "k8v4", path, tkv).returncode, 0)
+        for file in (path, tkv):
+            r = run("info", file)
+            self.expect(r, 0, "model m?[2J\n", "(k?)\n")
+            self.assertEqual(r.stdout, r.stdout.replace("\x1b", "").replace("\r", ""))
+
+    def test_pipes_are_refused(self):
+        pipe, out = self.dir / "pipe", self.dir / "out"
+        os.mkfifo(pipe)
+        for command in (("info",), ("verify",), ("analyze",), ("decompress", out), ("compress", "--preset", "k8v4", out), ("convert", f"{out}.h5"),
+                        ("convert", f"{out}.safetensors"), ("calibrate", "-o", out)):
+            name, *rest = command
+            self.expect(run(name, pipe, *rest), 3, pipe, "is not a regular file")
 
     def test_one_bad_file_of_two_prints_nothing(self):
         good = Dump(seed=self.seed).write(self.dir / "good.h5")

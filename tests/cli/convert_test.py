@@ -187,6 +187,22 @@ class Convert(CliTest):
             facts = [f.attrs[k] for k in ("num_q_heads", "sm_scale", "rope_theta", "rope_applied", "model_id")]
             self.assertEqual(facts, [8, 0.5, 1e6, 0, b"mine"])
 
+    def test_token_ids_as_tokenizers_give_them(self):
+        source, out = self.dir / "a.safetensors", self.dir / "a.h5"
+        tensors = {k.replace("cache", "past_key_values"): v for k, v in self.layers(tokens=3).items()}
+        for dtype in ("I32", "I64"):
+            for ids in ([7, -1, 2**31 - 1], [[7, -1, 2**31 - 1]]):
+                tensors["input_ids"] = (dtype, np.array(ids, DTYPES[dtype]))
+                self.convert(write_safetensors(source, tensors), out, "--names", "hf")
+                with h5py.File(out) as f:
+                    self.assertEqual(list(f["seq/0/tokens"]), [7, -1, 2**31 - 1])
+        out.unlink()
+        for ids, words in (([7, 2**31, 0], f"element 1 is {2**31}"), ([[7, 0]], "I64 [1, 2] (expected I32 or I64 [3] or [1, 3])"),
+                           ([[7], [0], [1]], "I64 [3, 1]")):
+            tensors["input_ids"] = ("I64", np.array(ids))
+            self.expect(run("convert", write_safetensors(source, tensors), out, "--names", "hf"), 3, source, "'input_ids'", words)
+            self.assertFalse(out.exists())
+
     def refused(self, tensors, *words, change=None, metadata=None):
         source = write_safetensors(self.dir / "bad.safetensors", tensors, metadata, change)
         out = self.dir / "out.h5"
@@ -241,7 +257,10 @@ class Convert(CliTest):
         self.expect(run("convert", SAMPLE, out, "--axes", "dht"), 3, "--axes")
         self.expect(run("convert", self.dir / "none.h5", out), 3, "none.h5")
         self.expect(run("convert", self.dir / "none.safetensors", self.dir / "a.h5"), 3, "none.safetensors")
+        for option, value in (("--q-heads", 8), ("--sm-scale", 1), ("--rope-theta", 1e4), ("--rope-applied", "no"), ("--model-id", "m")):
+            self.expect(run("convert", SAMPLE, out, option, value), 2, option)
         self.convert(SAMPLE, out)
+        self.expect(run("convert", out, self.dir / "a.h5", "--seq", "notes"), 2, "--seq")
         self.expect(run("convert", out, self.dir / "a.h5", "--q-heads", "x"), 3, "--q-heads")
         self.expect(run("convert", out, self.dir / "a.h5", "--q-heads", "3"), 3, "expected 3 heads")
         self.expect(run("convert", SAMPLE, self.dir / "no" / "a.safetensors"), 3, "cannot be created")

@@ -65,6 +65,17 @@ class Unwritten(CliTest):
             self.assertIn("File too large", r.stderr, command)
             self.expect_untouched(command)
 
+    def test_out_of_memory(self):
+        dump, out = self.dir / "in.h5", self.out
+        self.assertEqual(run("synth", "-o", dump, "--tokens", 20000, "--significance", "none", "--seed", self.seed).returncode, 0)
+        self.before = sorted(os.listdir(self.dir))
+        for command in (("synth", "--tokens", 2**27, "-o", out), ("compress", "--preset", "small", dump, out), ("analyze", "--preset", "small", dump)):
+            force = () if command[0] == "analyze" else ("--force",)
+            r = subprocess.run([TIERKV, *map(str, command), *force], capture_output=True, text=True, timeout=300,
+                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (60 << 20, 60 << 20)))
+            self.assertEqual((r.returncode, r.stdout, r.stderr), (3, "", f"tierkv: {command[0]}: out of memory\n"), command)
+            self.expect_untouched(command)
+
     def interrupted(self, command, number, where):
         """The exit code of a command that is sent the signal as soon as it has begun a file."""
         p = subprocess.Popen([TIERKV, *map(str, command), "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -80,7 +91,8 @@ class Unwritten(CliTest):
         self.assertEqual(self.interrupted(command, number, where), -number, where)
         self.expect_untouched(where)
 
-    def test_a_signal(self):
+    def long_commands(self):
+        """(command, output): each takes a while."""
         dump, big, tensors = self.dir / "big.h5", self.dir / "big.tkv", self.dir / "big.safetensors"
         synth = ("synth", "--layers", 12, "--tokens", 4000, "--seed", self.seed, "-o")
         self.assertEqual(run(*synth, dump).returncode, 0)
@@ -89,11 +101,42 @@ class Unwritten(CliTest):
         # Their endings say what to convert to.
         to_tensors, to_dump = self.dir / "out.safetensors", self.dir / "out.h5"
         self.before = sorted(os.listdir(self.dir))
-        for command in (("compress", "--preset", "step", dump, self.out), ("compress", "--preset", "step", "--threads", 1, dump, self.out),
-                        ("decompress", big, self.out), ("decompress", "--gzip", 1, big, self.out), (*synth, self.out),
-                        ("convert", dump, to_tensors), ("convert", tensors, to_dump)):
+        return [(("compress", "--preset", "step", dump, self.out), self.out),
+                (("compress", "--preset", "step", "--threads", 1, dump, self.out), self.out), (("decompress", big, self.out), self.out),
+                (("decompress", "--gzip", 1, big, self.out), self.out), ((*synth, self.out), self.out),
+                (("convert", dump, to_tensors), to_tensors), (("convert", tensors, to_dump), to_dump)]
+
+    def test_a_signal(self):
+        for command, _ in self.long_commands():
             for number in SIGNALS:
                 self.expect_ended(command, number)
+
+    def test_a_file_that_appears_meanwhile(self):
+        commands = self.long_commands()
+        commands.append((("calibrate", "--threads", 1, self.dir / "big.h5", "-o", self.out), self.out))
+        for command, out in commands:
+            for force in ((), ("--force",)) if command[0] == "compress" else ((),):
+                out.unlink(missing_ok=True)
+                p = subprocess.Popen([TIERKV, *map(str, command), *force], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                # calibrate begins its file at its end; it has looked at the output when it opens the dump.
+                files, ending = f"/proc/{p.pid}/fd", "big.h5" if command[0] == "calibrate" else ".part"
+                while not any(os.path.realpath(f"{files}/{n}").endswith(ending) for n in os.listdir(files)):
+                    p.send_signal(signal.SIGCONT)
+                    time.sleep(0.0005)
+                    self.assertIsNone(p.poll(), command)
+                    p.send_signal(signal.SIGSTOP)  # it waits while it is looked at
+                out.write_bytes(OLDER)
+                p.send_signal(signal.SIGCONT)
+                said = p.communicate(timeout=300)[1]
+                self.assertEqual(p.returncode, 0 if force else 3, f"{command}: {said}")
+                self.assertEqual(sorted(os.listdir(self.dir)), sorted({*self.before, out.name}), command)
+                if force:
+                    self.assertNotEqual(out.read_bytes(), OLDER, command)
+                else:
+                    self.assertIn(f"{out}: cannot be written: it exists", said)
+                    self.assertEqual(out.read_bytes(), OLDER, command)
+            if out != self.out:
+                out.unlink()
 
     def test_a_signal_while_a_profile_is_written(self):
         # Milliseconds, which the signal may miss: then the profile is there, whole.

@@ -15,18 +15,33 @@ class Usage(CliTest):
         for args in ([], ["frobnicate"], ["analyze"], ["analyze", SAMPLE, "--json", "--csv"], ["analyze", SAMPLE, "--details"], ["sweep", SAMPLE, "--details", "--csv"],
                      ["analyze", SAMPLE, "--report", "r.html"], ["analyze", SAMPLE, "--threads"],
                      ["report", "--help"], ["report", "--version"], ["synth"], ["calibrate", SAMPLE],
+                     ["calibrate", SAMPLE, "-o", "/dev/null/x", "--no-thresholds", "--error-budget", "0.1"],
+                     ["calibrate", SAMPLE, "-o", "/dev/null/x", "--no-thresholds", "--prune-budget", "0.1"],
                      ["calibrate", SAMPLE, "-o", "/dev/null/x", "--balance", "0.1"]):
             r = run(*args)
             self.assertEqual(r.returncode, 2, args)
             self.assertNotEqual(r.stderr, "")
+        for word in ("frobnicate", "--verson", "-x"):
+            self.expect(run(word, "--help"), 2, f"'{word}'")
+
+    def test_empty_values(self):
+        out = self.dir / "out.h5"
+        for name, *args in (("FILE", "info", ""), ("FILE", "verify", ""), ("FILE", "analyze", SAMPLE, ""), ("IN", "compress", "--preset", "step", "", out),
+                            ("OUT", "decompress", SAMPLE, ""), ("--output", "synth", "-o", ""), ("--preset", "analyze", SAMPLE, "--preset", ""),
+                            ("--layers", "analyze", SAMPLE, "--layers", ""), ("--seq", "analyze", SAMPLE, "--seq="),
+                            ("--profile", "compress", SAMPLE, out, "--profile=", "--preset", "step"),
+                            ("--model-id", "calibrate", SAMPLE, "-o", out, "--no-thresholds", "--model-id", ""),
+                            ("--names", "convert", SAMPLE, out, "--names", "")):
+            self.expect(run(*args), 3, f"{name}: is empty")
+        self.assertFalse(out.exists())
 
     def test_wrong_presets(self):
         for preset, words in {"nonsense": "unknown name", "k3v4": "unknown name", "k8v4:": "not key=value", "k8v4:alpha_h=1": "no key",
                               "diffkv:alpha_h=x": "expected a number", "diffkv:alpha_h=1,alpha_l=2": "above", "k8v4+zip": "unknown suffix",
-                              "kvcomp+huffman": "always", "step+huffman": "always", "fp16+huffman": "needs codes", "fp16+rot": "no effect",
+                              "small+fse": "no other entropy stage", "fp16+huffman": "needs codes", "fp16+rot": "no effect",
                               "kivi4:group=0": "whole number", "step:basis=moon": "one of", "diffkv:high=k3v3": "format",
                               "k8v4:window=-1": "whole number", "k8v4:window=1,window=2": "twice", "zstd-codes:of=zstd-fp16": "zstd",
-                              "step:basis=mean+rot": "exclude", "k8v4+rot+rot": "twice", "": "unknown name", "snapkv:keep=0": "a number", "h2o:window=3": "no key",
+                              "step:basis=mean+rot": "exclude", "k8v4+rot+rot": "twice", "snapkv:keep=0": "a number", "h2o:window=3": "no key",
                               "fp16+fse": "needs codes", "k4v4+fse+fixed": "after another stage", "k4v4:predict=plane": "entropy stage",
                               "k16v4:only=k": "nothing is left", "step:only=x": "one of k, v", "zstd-codes:of=step+fse": "needs codes",
                               "zstd-codes:of=step:predict=token": "of their own", "tiers": "needs classes=",
@@ -61,7 +76,7 @@ class Usage(CliTest):
                 (["decompress", SAMPLE, out], {"--gzip": ("10", "-1"), "--dtype": ("int8",)}),
                 (["calibrate", SAMPLE, "-o", out], {"--basis": ("pca",), "--error-budget": ("1.1", "nan"), "--prune-budget": ("-1", "x")}),
                 (["synth", "-o", out], {"--layers": ("0", "5000"), "--q-heads": ("0", "3"), "--kv-heads": ("0", "3", "16"), "--head-dim": ("0", "4097"),
-                                        "--tokens": ("0", "1,x", "200000000"), "--dtype": ("float64",), "--queries": ("-1",), "--seed": ("-1", "x"),
+                                        "--tokens": ("0", "1,x", "1,,2", "1,", "200000000"), "--dtype": ("float64",), "--queries": ("-1",), "--seed": ("-1", "x"),
                                         "--outliers": ("-1", "129"), "--outlier-scale": ("-1", "inf"), "--heavy": ("2", "nan"),
                                         "--significance": ("some",)})):
             for option, values in options.items():
@@ -69,6 +84,8 @@ class Usage(CliTest):
                     self.expect(run(*command, f"{option}={value}"), 3, option)
         for value in ("-1", "134217729", "x"):
             self.expect(run("synth", "-o", out, f"--sinks={value}"), 3, f"--sinks: '{value}' is not a whole number from 0 to 134217728")
+        for option, value, tokens in (("--queries", 33, "32"), ("--sinks", 21, "32,20")):
+            self.expect(run("synth", "-o", out, option, value, "--tokens", tokens), 3, f"{option} {value} is more than the {value - 1} tokens")
         self.assertFalse(out.exists())
 
 

@@ -154,6 +154,9 @@ class Codec(PackageTest):
                 (lambda: tierkv.analyze(SAMPLE, ["k8v5"]), tierkv.InvalidArgumentError, "k8v5"),
                 (lambda: tierkv.analyze(SAMPLE, []), ValueError, "presets"),
                 (lambda: tierkv.analyze([]), tierkv.InvalidArgumentError, "files"),
+                (lambda: tierkv.analyze(SAMPLE, [3]), tierkv.ArgumentTypeError, "presets: 3"),
+                (lambda: tierkv.analyze(3, ["fp16"]), tierkv.ArgumentTypeError, "files: 3"),
+                (lambda: tierkv.analyze([SAMPLE, None]), tierkv.ArgumentTypeError, "files: None"),
                 (lambda: tierkv.analyze(SAMPLE, ["fp16"], layers=(0, 6)), tierkv.TierkvError, "layer"),
                 (lambda: tierkv.compress(SAMPLE, "/nowhere/x", "step"), OSError, "/nowhere")):
             with self.assertRaises(error) as caught:
@@ -264,7 +267,11 @@ class Containers(PackageTest):
 
     def test_python_decompresses_as_the_command(self):
         tierkv.decompress(self.path, self.dir / "a.h5", dtype="float32")
-        again = tierkv.compress(self.dir / "a.h5", self.dir / "a.tkv", "fp16")
+        with self.assertRaisesRegex(tierkv.UnsupportedError, "/pruned"):
+            tierkv.compress(self.dir / "a.h5", self.dir / "a.tkv", "fp16")
+        tierkv.compress(SAMPLE, self.dir / "b.tkv", "k8v4")
+        tierkv.decompress(self.dir / "b.tkv", self.dir / "b.h5", dtype="float32")
+        again = tierkv.compress(self.dir / "b.h5", self.dir / "a.tkv", "fp16")
         self.assertEqual(again.values, self.compressed.values)
         self.assertRaises(ValueError, tierkv.decompress, self.path, self.dir / "a.h5", dtype="float64")
 
@@ -304,6 +311,7 @@ class Dumps(PackageTest):
         told = json.loads(subprocess.run([TIERKV, "analyze", "--json", "--preset", "step", "--preset", "k8v4", "--layers", "1-2", SAMPLE],
                                          capture_output=True, text=True, check=True).stdout)["results"]
         results = tierkv.analyze([SAMPLE], ["step", "k8v4"], layers=(1, 2))
+        self.assertEqual([r.preset for r in tierkv.analyze(SAMPLE, "k8v4", layers=(1, 1))], ["k8v4", "k8v4"])
         self.assertEqual(len(results), len(told))
         for ours, theirs in zip(results, told):
             for key in ("preset", "seq", "values", "bits_per_value", "page_ratio", "tiers", "attention_rel_error_online"):
@@ -324,6 +332,9 @@ class Dumps(PackageTest):
         path = self.dir / "matrix.h5"
         tierkv.calibrate(SAMPLE, path, matrix_basis=True)
         profile = tierkv.read_profile(path)
+        for given in (path, str(path), profile):
+            np.testing.assert_array_equal(tierkv.StoreConfig(6, 8, 2, 128, 1, 64, profile=given).profile.key_mean, profile.key_mean)
+        self.assertRaisesRegex(tierkv.ArgumentTypeError, "profile 3", tierkv.StoreConfig, 6, 8, 2, 128, 1, 64, profile=3)
         self.assertEqual((profile.num_layers, profile.num_kv_heads, profile.head_dim), (6, 2, 128))
         with h5py.File(path) as f:
             self.assertEqual((profile.alpha_high, profile.alpha_low), (f.attrs["alpha_h"], f.attrs["alpha_l"]))

@@ -31,6 +31,7 @@ Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& o) {
                       std::to_string(last) + " asked for (--layers), the dump has 0-" +
                       std::to_string(info.layout.num_layers - 1));
   }
+  if (Status s = check_unpruned(info); !s) return s;
   if (o.profile == nullptr) return Status::ok();
   if (Status s = o.profile->check_model(info.layout, info.model_id); !s)
     return s.with_context(info.path);

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/analysis/calibrate.h"
 
+#include <fmt/format.h>
+
 #include <Eigen/Dense>
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "codec/format/global_step.h"
 #include "codec/format/rope_turn.h"
@@ -15,6 +18,8 @@ namespace tierkv::analysis {
 namespace {
 
 using Matrix = Eigen::MatrixXd;
+
+constexpr double kMaxHalf = 65504;
 
 // Sums over tokens and queries of one (layer, kv_head).
 struct Moments {
@@ -61,6 +66,21 @@ struct Moments {
     }
   }
 };
+
+// Which channel no profile can hold: its mean, and steps that suit it, would be beyond fp16. Empty:
+// none.
+std::string too_large(const Moments& m) {
+  const std::tuple<const char*, const Matrix&, int64_t> sums[] = {
+      {"keys", m.kk, m.tokens}, {"values", m.vv, m.tokens}, {"queries", m.qq, m.queries}};
+  for (const auto& [name, squares, n] : sums) {
+    Eigen::Index channel = 0;
+    const double rms = std::sqrt(squares.diagonal().maxCoeff(&channel) / static_cast<double>(n));
+    if (n == 0 || rms <= kMaxHalf) continue;
+    return fmt::format("{} of a root mean square of {:.6g} in channel {}, beyond fp16 ({})", name,
+                       rms, channel, kMaxHalf);
+  }
+  return "";
+}
 
 std::vector<float> row_major(const Matrix& m) {
   std::vector<float> out(m.size());
@@ -221,6 +241,7 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
   profile.rope = dumps.front().info().rope;
   for (const datasets::DumpReader& dump : dumps) {
     if (Status s = check_rope(dump.info(), &profile); !s) return s;
+    if (Status s = check_unpruned(dump.info()); !s) return s;
   }
   const CacheLayout& layout = dumps.front().info().layout;
   const int32_t d = layout.head_dim, heads = layout.num_kv_heads;
@@ -243,6 +264,13 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
         parallel_for(heads, options.threads, [&](int64_t h) {
           moments[l * heads + h].add(data, static_cast<int32_t>(h), d);
         });
+        for (int32_t h = 0; h < heads; ++h) {
+          const std::string why = too_large(moments[l * heads + h]);
+          if (why.empty()) continue;
+          return Status(StatusCode::kOutOfRange,
+                        fmt::format("{}: /seq/{}/layer/{}: kv head {} has {}", info.path,
+                                    info.sequences[seq].id, l, h, why));
+        }
       }
     }
     if (options.progress)

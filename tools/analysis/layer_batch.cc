@@ -159,7 +159,7 @@ void LayerBatch::measure_row(int64_t row, int64_t p, bool first_tile) {
   Tally& t = rows_[row * presets_ + p].tally;
   StopWatch watch;
   if (StatusCode code = codec.encode(); code != StatusCode::kOk)
-    return fail(Status(code, "encoding failed"), l, p);
+    return fail(cannot_hold(code, l, h, {Component::kKey, Component::kValue}), l, p);
   if (first_tile) {
     t.encode_seconds = watch.seconds();
     add_sizes(codec, &t);
@@ -177,7 +177,7 @@ void LayerBatch::measure_row(int64_t row, int64_t p, bool first_tile) {
   pooled.sensitivity = sensitivity_of(options_.profile, l.layer, h);
   if (StatusCode code = add_errors(codec, exact_[row], {first_tile, by_place}, &t, &pooled);
       code != StatusCode::kOk)
-    return fail(Status(code, "decoding failed"), l, p);
+    return fail(cannot_hold(code, l, h, {Component::kKey, Component::kValue}), l, p);
   if (!progress_) return;
   std::lock_guard<std::mutex> lock(mutex_);
   progress_(static_cast<double>(++measured_) / static_cast<double>(to_measure_));

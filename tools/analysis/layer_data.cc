@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/analysis/layer_data.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <cmath>
 
 #include "codec/host/parallel.h"
 #include "codec/policy/significance.h"
@@ -126,6 +129,45 @@ Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool
   }
   if (Status s = load_shared(reader, need_significance, out); !s) return s;
   return complete_significance(reader.info(), need_significance, out);
+}
+
+Status cannot_hold(StatusCode code, const LayerData& data, int32_t kv_head,
+                   std::initializer_list<Component> components) {
+  const std::string head = "kv head " + std::to_string(kv_head) + ": ";
+  if (code != StatusCode::kOutOfRange && code != StatusCode::kNonFinite)
+    return Status(code, head + "coding failed");
+  float largest = -1;
+  const char* what = "";
+  int64_t token = 0;
+  for (const Component c : components) {
+    const RowData& row = (c == Component::kKey ? data.k : data.v)[kv_head];
+    std::vector<float> x(row.head_dim);
+    for (int64_t t = 0; t < data.tokens; ++t) {
+      row_to_float(row, t, 1, x.data());
+      for (const float value : x) {
+        if (std::fabs(value) <= largest) continue;
+        largest = std::fabs(value);
+        what = c == Component::kKey ? "keys" : "values";
+        token = t;
+      }
+    }
+  }
+  return Status(StatusCode::kOutOfRange,
+                head + fmt::format("{} up to {:g} (token {}) are more than the format holds", what,
+                                   largest, token));
+}
+
+Status check_unpruned(const datasets::DumpInfo& info) {
+  for (size_t seq = 0; seq < info.sequences.size(); ++seq) {
+    const std::vector<datasets::LayerInfo>& layers = info.sequences[seq].layers;
+    for (size_t l = 0; l < layers.size(); ++l) {
+      if (!layers[l].has_pruned) continue;
+      return Status(StatusCode::kUnsupported,
+                    where(info, static_cast<int32_t>(seq), static_cast<int32_t>(l)) +
+                        "/pruned: the dump has lost tokens, whose zeros are no data");
+    }
+  }
+  return Status::ok();
 }
 
 RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim) {

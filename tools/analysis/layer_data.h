@@ -3,6 +3,7 @@
 // them.
 #pragma once
 
+#include <initializer_list>
 #include <vector>
 
 #include "codec/policy/profile.h"
@@ -60,6 +61,15 @@ Status load_shared(datasets::DumpReader& reader, bool need_significance, LayerDa
 // Computes the significance that is needed and was not in the dump.
 Status complete_significance(const datasets::DumpInfo& info, bool need_significance,
                              LayerData* out);
+
+// Why a row of the layer cannot be coded: its largest value among these components. Those of a dump
+// are finite, whatever a basis made of them.
+Status cannot_hold(StatusCode code, const LayerData& data, int32_t kv_head,
+                   std::initializer_list<Component> components);
+
+// kUnsupported naming the dataset where the dump says that tokens were pruned: zeros stand for
+// them.
+Status check_unpruned(const datasets::DumpInfo& info);
 
 // Means over all tokens of the row, E|x|^2 of V, and E|q|^2 (0 without queries).
 RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim);

@@ -4,9 +4,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "tools/analysis/detail_json.h"
+#include "tools/analysis/json_text.h"
 #include "tools/analysis/layer_data.h"
 
 namespace tierkv::analysis {
@@ -121,11 +121,11 @@ Json files_json(const std::vector<datasets::DumpInfo>& files) {
 
 // The details behind all else, then in one line: their arrays are long.
 std::string text_of(Json j, const Details* details) {
-  if (details == nullptr) return j.dump(1) + "\n";
+  if (details == nullptr) return json_text(j, 1);
   j["profile"] = details->profile == nullptr ? Json(nullptr) : profile_json(*details->profile);
   j["surveys"] = Json::array();
   for (const Survey& s : details->surveys) j["surveys"].push_back(survey_json(s));
-  return j.dump() + "\n";
+  return json_text(j, -1);
 }
 
 // One row of a table for people.

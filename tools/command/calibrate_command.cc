@@ -2,10 +2,9 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include <nlohmann/json.hpp>
-
 #include "datasets/profile_file.h"
 #include "tools/analysis/calibrate.h"
+#include "tools/analysis/json_text.h"
 #include "tools/command/command.h"
 #include "tools/command/interrupt.h"
 
@@ -19,9 +18,10 @@ struct Arguments {
   bool no_thresholds = false, json = false, force = false;
 };
 
-Status write(const std::string& path, const Profile& profile) {
+Status write(const Arguments& args, const Profile& profile) {
   const Interrupt interrupt;
-  return datasets::write_profile(path, profile, [&] { interrupt.check(); });
+  return datasets::write_profile(
+      args.output, profile, [&] { interrupt.check(); }, args.force);
 }
 
 int run(Arguments& args) {
@@ -41,7 +41,7 @@ int run(Arguments& args) {
   Result<Profile> profile = analysis::calibrate(dumps, args.options);
   bar.finish();
   if (!profile) return report_error(profile.status().message(), kExitBadInput);
-  if (Status s = write(args.output, *profile); !s) return report_error(s.message(), kExitBadInput);
+  if (Status s = write(args, *profile); !s) return report_error(s.message(), kExitBadInput);
   if (profile->alpha_low > 0) {
     std::fprintf(stderr,
                  "tierkv: warning: the profile prunes tokens (alpha_l = %g); attention error does "
@@ -58,7 +58,7 @@ int run(Arguments& args) {
                                 {"num_kv_heads", profile->num_kv_heads},
                                 {"head_dim", profile->head_dim},
                                 {"basis", args.basis}};
-    return print_result(j.dump(1) + "\n");
+    return print_result(analysis::json_text(j, 1));
   }
   std::string text =
       fmt::format("{}: {} layers, {} kv heads, head_dim {}, basis {}, alpha_h {}, alpha_l {}\n",
@@ -79,17 +79,21 @@ void add_calibrate(CLI::App& app, int* exit_code) {
   c->add_option("--basis", args->basis,
                 "mean, or matrix: also a weighted-PCA basis per layer and kv head")
       ->check(CLI::IsMember({"mean", "matrix"}));
-  c->add_flag("--no-thresholds", args->no_thresholds,
-              "Leave alpha_h = 1 and alpha_l = 0 (dumps without significance)");
-  require_number(
+  CLI::Option* without =
+      c->add_flag("--no-thresholds", args->no_thresholds,
+                  "Leave alpha_h = 1 and alpha_l = 0 (dumps without significance)");
+  CLI::Option* error_budget =
       c->add_option("--error-budget", args->options.error_budget,
                     "alpha_h: share of the way from the error of all tokens high to that of all "
-                    "low (default 0.25)"),
-      0, 1);
-  require_number(c->add_option("--prune-budget", args->options.prune_budget,
-                               "alpha_l: relative increase of the attention error allowed by "
-                               "pruning (default 0: keep every token)"),
-                 0, 10);
+                    "low (default 0.25)")
+          ->excludes(without);
+  CLI::Option* prune_budget =
+      c->add_option("--prune-budget", args->options.prune_budget,
+                    "alpha_l: relative increase of the attention error allowed by pruning "
+                    "(default 0: keep every token)")
+          ->excludes(without);
+  require_number(error_budget, 0, 1);
+  require_number(prune_budget, 0, 10);
   c->add_option("--model-id", args->options.model_id,
                 "Name of the model in the profile (default: that of the dumps)");
   add_threads(c, &args->options.threads);

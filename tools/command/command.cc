@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include "codec/file/output_file.h"
@@ -18,13 +20,17 @@ namespace {
 template <class T>
 void require(CLI::Option* option, const char* kind, T least, T most) {
   const std::string range = fmt::format("{} to {}", least, most);
-  const auto why_not = [=](const std::string& text) {
-    T value{};
-    const char* last = text.data() + text.size();
-    const auto [end, error] = std::from_chars(text.data(), last, value);
-    const bool in_range = value >= least && value <= most;
-    if (error == std::errc() && end == last && in_range) return std::string();
-    return fmt::format("'{}' is not a {} from {}", text, kind, range);
+  const auto why_not = [=](const std::string& given) {
+    // The comma keeps an empty last item.
+    for (const std::string& text : CLI::detail::split(given + ",", ',')) {
+      T value{};
+      const char* last = text.data() + text.size();
+      const auto [end, error] = std::from_chars(text.data(), last, value);
+      const bool in_range = value >= least && value <= most;
+      if (error == std::errc() && end == last && in_range) continue;
+      return fmt::format("'{}' is not a {} from {}", text, kind, range);
+    }
+    return std::string();
   };
   option->check(why_not, range);
 }
@@ -40,6 +46,14 @@ int print_result(const std::string& text) {
   const bool ok =
       std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   return ok ? kExitOk : report_error("standard output cannot be written", kExitBadInput);
+}
+
+bool begins_with(const std::string& path, const std::string& bytes) {
+  std::error_code error;
+  std::string start(bytes.size(), '\0');
+  return std::filesystem::is_regular_file(path, error) &&
+         std::ifstream(path, std::ios::binary).read(start.data(), std::ssize(start)) &&
+         start == bytes;
 }
 
 void add_force(CLI::App* command, bool* force) {

@@ -37,6 +37,9 @@ int report_error(const std::string& message, int exit_code);
 // closed pipe).
 int print_result(const std::string& text);
 
+// Whether a file begins with these bytes; false for what is no regular file, which is not opened.
+bool begins_with(const std::string& path, const std::string& bytes);
+
 // --force: an output that exists is replaced.
 void add_force(CLI::App* command, bool* force);
 // kExitOk, or kExitBadInput with a message where check_output() (codec/file/output_file.h) refuses.
@@ -46,7 +49,8 @@ int32_t default_threads();
 void add_threads(CLI::App* command, int32_t* threads);   // --threads
 void add_profile(CLI::App* command, std::string* path);  // --profile
 
-// Values of the option are numbers of a range; NaN is none.
+// Values of the option are numbers of a range, or for a text several with commas between them; NaN
+// is none.
 void require_whole(CLI::Option* option, int64_t least, int64_t most);
 void require_number(CLI::Option* option, double least, double most);
 

@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <nlohmann/json.hpp>
 
 #include "datasets/profile_file.h"
+#include "tools/analysis/json_text.h"
 #include "tools/analysis/layer_data.h"
 #include "tools/analysis/stop_watch.h"
 #include "tools/command/command.h"
@@ -76,6 +76,7 @@ int run_compress(const Arguments& args) {
   analysis::CompressOptions options;
   options.threads = args.threads;
   options.without_queries = args.without_queries;
+  options.overwrite = args.force;
   Result<analysis::Preset> preset = analysis::parse_preset(args.preset);
   if (!preset) return report_error("--preset: " + preset.status().message(), kExitBadInput);
   options.preset = std::move(preset.value());
@@ -110,7 +111,7 @@ int run_compress(const Arguments& args) {
   ordered_json j = summary_of(args, *summary, watch.seconds());
   if (options.preset.scheme.weighted())
     j["rope"] = analysis::describe_rope(reader->info(), options.profile);
-  return print_result(args.json ? j.dump(2) + "\n" : line_of(j));
+  return print_result(args.json ? analysis::json_text(j, 2) : line_of(j));
 }
 
 Result<CacheDecoder> open_cache(const std::string& path) {
@@ -138,23 +139,22 @@ int run_decompress(const Arguments& args) {
     interrupt.check();
   };
   const analysis::StopWatch watch;
-  const Status status =
-      analysis::decompress(*decoder, {dtype, args.threads, args.gzip, progress}, args.output);
+  const Status status = analysis::decompress(
+      *decoder, {dtype, args.threads, args.gzip, progress, args.force}, args.output);
   bar.finish();
   if (status.code() == StatusCode::kOutOfRange && args.dtype == "stored") {
     return report_error(status.message() + "; --dtype float32 holds them", kExitBadInput);
   }
   if (!status) return report_error(status.message(), kExitBadInput);
   if (!args.json) return kExitOk;
-  return print_result(ordered_json({{"schema", "tierkv.decompress/1"},
-                                    {"input", args.input},
-                                    {"output", args.output},
-                                    {"preset", decoder->model().preset},
-                                    {"dtype", dtype_name(dtype)},
-                                    {"sequences", decoder->sequences().size()},
-                                    {"seconds", watch.seconds()}})
-                          .dump(2) +
-                      "\n");
+  return print_result(analysis::json_text({{"schema", "tierkv.decompress/1"},
+                                           {"input", args.input},
+                                           {"output", args.output},
+                                           {"preset", decoder->model().preset},
+                                           {"dtype", dtype_name(dtype)},
+                                           {"sequences", decoder->sequences().size()},
+                                           {"seconds", watch.seconds()}},
+                                          2));
 }
 
 // *chunks: how many there are; *decoded: whether they were, which of a store's sequence only a
@@ -202,7 +202,7 @@ int run_verify(const Arguments& args) {
     text += path + (decoded ? ": ok\n" : ": ok (a store's sequence: checksums only)\n");
   }
   if (args.json) {
-    text = ordered_json({{"schema", "tierkv.verify/1"}, {"files", files}}).dump(2) + "\n";
+    text = analysis::json_text({{"schema", "tierkv.verify/1"}, {"files", files}}, 2);
   }
   if (const int printed = print_result(text); printed != kExitOk) return printed;
   return failed ? kExitVerification : bad_input ? kExitBadInput : kExitOk;
@@ -234,8 +234,10 @@ void add_compress(CLI::App& app, int* exit_code) {
 
 void add_decompress(CLI::App& app, int* exit_code) {
   auto args = std::make_shared<Arguments>();
-  CLI::App* c = app.add_subcommand(
-      "decompress", "Decode a .tkv container into a dump; pruned tokens are zeros, see `pruned`");
+  CLI::App* c = app.add_subcommand("decompress",
+                                   "Decode a .tkv container into a dump. Pruned tokens are zeros; "
+                                   "the dataset `pruned` of a layer "
+                                   "marks them (docs/reference/kv-dump.md)");
   c->add_option("IN", args->input, "Container (.tkv)")->required();
   c->add_option("OUT", args->output, "kv-dump to write (HDF5)")->required();
   add_force(c, &args->force);

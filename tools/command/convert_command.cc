@@ -2,7 +2,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
-#include <fstream>
 
 #include "datasets/safetensors/safetensors_dump.h"
 #include "tools/command/command.h"
@@ -88,13 +87,6 @@ int read_facts(const Arguments& args, datasets::ModelFacts* facts) {
   return kExitOk;
 }
 
-bool is_hdf5(const std::string& path) {
-  constexpr char kSignature[] = "\x89HDF\r\n\x1a\n";
-  char start[8] = {};
-  std::ifstream file(path, std::ios::binary);
-  return file.read(start, sizeof(start)) && std::equal(start, start + 8, kSignature);
-}
-
 bool has_ending(const std::string& path, const char* ending) {
   return path.ends_with(ending);
 }
@@ -116,11 +108,11 @@ int to_safetensors(const Arguments& args, const TensorNames& names) {
   name_left_out("dataset", *others);
   ProgressBar bar(args.output);
   const Interrupt interrupt;
-  const Status s =
-      datasets::export_safetensors(*dump, names, args.seq, args.output, [&](double fraction) {
-        bar.update(fraction);
-        interrupt.check();
-      });
+  const Status s = datasets::export_safetensors(*dump, names, args.seq, args.output, args.force,
+                                                [&](double fraction) {
+                                                  bar.update(fraction);
+                                                  interrupt.check();
+                                                });
   bar.finish();
   return s ? kExitOk : report_error(s.message(), kExitBadInput);
 }
@@ -135,13 +127,29 @@ int to_dump(const Arguments& args, const TensorNames& names, const datasets::Mod
   name_left_out("tensor", plan->left_out);
   ProgressBar bar(args.output);
   const Interrupt interrupt;
-  const Status s =
-      datasets::import_safetensors(*file, *plan, names.axes, args.output, [&](double fraction) {
-        bar.update(fraction);
-        interrupt.check();
-      });
+  const Status s = datasets::import_safetensors(*file, *plan, names.axes, args.output, args.force,
+                                                [&](double fraction) {
+                                                  bar.update(fraction);
+                                                  interrupt.check();
+                                                });
   bar.finish();
   return s ? kExitOk : report_error(s.message(), kExitBadInput);
+}
+
+// Refuses options of the other direction.
+int check_direction(const Arguments& args, bool to_tensors) {
+  const std::pair<const char*, const std::string&> to_hdf5[] = {
+      {"--q-heads", args.q_heads},
+      {"--sm-scale", args.sm_scale},
+      {"--rope-theta", args.rope_theta},
+      {"--rope-applied", args.rope_applied},
+      {"--model-id", args.model_id}};
+  for (const auto& [option, value] : to_hdf5) {
+    if (to_tensors && !value.empty())
+      return report_error(option + std::string(" is an option of safetensors to HDF5"), kExitUsage);
+  }
+  if (to_tensors || args.seq.empty()) return kExitOk;
+  return report_error("--seq is an option of HDF5 to safetensors", kExitUsage);
 }
 
 int run(const Arguments& args) {
@@ -154,13 +162,10 @@ int run(const Arguments& args) {
     return report_error("OUT " + args.output + ": must end in .safetensors, .h5 or .hdf5",
                         kExitBadInput);
   }
-  const bool from_dump = is_hdf5(args.input);
-  if (from_dump && !to_tensors) {
+  if (const int code = check_direction(args, to_tensors); code != kExitOk) return code;
+  if (!to_tensors && begins_with(args.input, "\x89HDF\r\n\x1a\n")) {
     return report_error(args.input + " is HDF5 already; OUT must end in .safetensors",
                         kExitBadInput);
-  }
-  if (!from_dump && to_tensors) {
-    return report_error(args.input + ": no HDF5 file to make safetensors of", kExitBadInput);
   }
   if (const int code = check_output_file(args.output, args.force, {args.input}); code != kExitOk) {
     return code;

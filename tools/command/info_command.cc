@@ -2,13 +2,11 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include <algorithm>
-#include <fstream>
-#include <nlohmann/json.hpp>
-
 #include "codec/file/cache_decoder.h"
 #include "codec/file/container_format.h"
 #include "datasets/dump.h"
+#include "datasets/printable.h"
+#include "tools/analysis/json_text.h"
 #include "tools/command/command.h"
 #include "tools/presets/preset.h"
 
@@ -16,6 +14,7 @@ namespace tierkv::tools {
 namespace {
 
 using Json = nlohmann::ordered_json;
+using datasets::printable;
 
 int64_t kv_bytes(const datasets::DumpInfo& info, const datasets::SequenceInfo& seq) {
   int64_t bytes = 0;
@@ -70,25 +69,19 @@ Json describe(const datasets::DumpInfo& info) {
 
 std::string to_text(const datasets::DumpInfo& info) {
   std::string out = fmt::format("{}: kv-dump {}, model {}\n", info.path, info.format_version,
-                                info.model_id.empty() ? "unknown" : info.model_id) +
+                                info.model_id.empty() ? "unknown" : printable(info.model_id)) +
                     layout_text(info.layout);
   for (const datasets::SequenceInfo& s : info.sequences) {
     out += fmt::format(
         "  {:<16} {:>9} tokens  {:>9.1f} MB of K and V  {:>7} queries  significance {}{}\n", s.id,
         s.num_tokens, static_cast<double>(kv_bytes(info, s)) / 1e6, s.layers[0].num_queries,
-        s.layers[0].has_significance ? "yes" : "no", s.kind.empty() ? "" : "  (" + s.kind + ")");
+        s.layers[0].has_significance ? "yes" : "no",
+        s.kind.empty() ? "" : "  (" + printable(s.kind) + ")");
   }
   return out;
 }
 
 // ---- Containers ----
-
-bool is_container(const std::string& path) {
-  char magic[kMagicBytes] = {};
-  std::ifstream(path, std::ios::binary).read(magic, sizeof(magic));
-  return std::equal(std::begin(magic), std::end(magic), std::begin(kContainerMagic),
-                    [](char a, uint8_t b) { return static_cast<uint8_t>(a) == b; });
-}
 
 const char* rule_name(const ComponentFormat& f) {
   if (f.is_raw()) return "raw";
@@ -163,22 +156,22 @@ std::string to_text(const CacheDecoder& decoder) {
   std::string out = fmt::format("{}: container {}.{}, {:.1f} MB, model {}\n",
                                 decoder.container().path(), kContainerMajor, kContainerMinor,
                                 static_cast<double>(decoder.container().file_bytes()) / 1e6,
-                                model.model_id.empty() ? "unknown" : model.model_id) +
+                                model.model_id.empty() ? "unknown" : printable(model.model_id)) +
                     layout_text(model.layout);
-  out += fmt::format("  preset {}: keys {}, values {}{}\n", model.preset,
+  out += fmt::format("  preset {}: keys {}, values {}{}\n", printable(model.preset),
                      step(steps.key_rule, steps.key_step), step(steps.value_rule, steps.value_step),
                      steps.statistics.is_null()
                          ? ""
                          : ", statistics of the " + steps.statistics.get<std::string>());
   for (const ContainerSequence& s : decoder.sequences())
-    out += fmt::format("  {:<16} {:>9} tokens{}\n", s.id, s.tokens.size(),
-                       s.kind.empty() ? "" : "  (" + s.kind + ")");
+    out += fmt::format("  {:<16} {:>9} tokens{}\n", printable(s.id), s.tokens.size(),
+                       s.kind.empty() ? "" : "  (" + printable(s.kind) + ")");
   return out;
 }
 
 // Adds what the file holds to both; what is wrong with it otherwise.
 Status add_file(const std::string& file, Json* files, std::string* text) {
-  if (is_container(file)) {
+  if (begins_with(file, {std::begin(kContainerMagic), std::end(kContainerMagic)})) {
     Result<ContainerReader> reader = ContainerReader::open(file);
     if (!reader) return reader.status();
     const Result<CacheDecoder> decoder = CacheDecoder::open(std::move(*reader));
@@ -219,7 +212,8 @@ void add_info(CLI::App& app, int* exit_code) {
       }
     }
     *exit_code = print_result(
-        args->json ? Json{{"schema", "tierkv.info/1"}, {"files", files}}.dump(1) + "\n" : text);
+        args->json ? analysis::json_text({{"schema", "tierkv.info/1"}, {"files", files}}, 1)
+                   : text);
   });
 }
 

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 
 #include "datasets/synth.h"
 #include "tools/command/command.h"
@@ -11,13 +12,27 @@ namespace tierkv::tools {
 namespace {
 
 struct Arguments {
-  std::string output, dtype = "float16", significance = "sampled";
+  std::string output, tokens = "1024", dtype = "float16", significance = "sampled";
   bool force = false;
   datasets::SynthSpec spec;
+  const CLI::Option *queries = nullptr, *sinks = nullptr;
 };
+
+// Defaults are at most a sequence; what was asked for is not cut.
+int check_within(const CLI::Option& option, const datasets::SynthSpec& spec, int64_t value) {
+  const int64_t tokens = *std::min_element(spec.tokens.begin(), spec.tokens.end());
+  if (option.count() == 0 || value <= tokens) return kExitOk;
+  return report_error(fmt::format("{} {} is more than the {} tokens of a sequence",
+                                  option.get_name(), value, tokens),
+                      kExitBadInput);
+}
 
 int run(Arguments& args) {
   datasets::SynthSpec& spec = args.spec;
+  for (const std::string& count : CLI::detail::split(args.tokens, ','))
+    spec.tokens.push_back(std::stoll(count));
+  if (const int code = check_within(*args.queries, spec, spec.num_queries)) return code;
+  if (const int code = check_within(*args.sinks, spec, spec.sink_tokens)) return code;
   spec.layout.dtype = args.dtype == "float16"    ? DType::kFloat16
                       : args.dtype == "bfloat16" ? DType::kBFloat16
                                                  : DType::kFloat32;
@@ -41,10 +56,11 @@ int run(Arguments& args) {
   }
   ProgressBar bar(args.output);
   const Interrupt interrupt;
-  const Status status = datasets::synthesize(spec, args.output, [&](double fraction) {
+  const auto progress = [&](double fraction) {
     bar.update(fraction);
     interrupt.check();
-  });
+  };
+  const Status status = datasets::synthesize(spec, args.output, progress, args.force);
   bar.finish();
   return status ? kExitOk : report_error(status.message(), kExitBadInput);
 }
@@ -58,7 +74,6 @@ void add_synth(CLI::App& app, int* exit_code) {
   s.layout.num_q_heads = 8;
   s.layout.num_kv_heads = 2;
   s.layout.head_dim = 128;
-  s.tokens = {1024};
   CLI::App* c = app.add_subcommand(
       "synth", "Write a synthetic cache: outlier channels, sinks, heavy-tailed attention");
   c->add_option("-o,--output", args->output, "Dump to write (HDF5)")->required();
@@ -73,21 +88,22 @@ void add_synth(CLI::App& app, int* exit_code) {
   whole("--q-heads", &s.layout.num_q_heads, "Query heads (default 8)", 1, 4096);
   whole("--kv-heads", &s.layout.num_kv_heads, "Key/value heads (default 2)", 1, 4096);
   whole("--head-dim", &s.layout.head_dim, "Channels per head (default 128)", 1, kMaxHeadDim);
-  whole("--tokens", &s.tokens,
+  // As a text: CLI11's delimiter skips empty items.
+  whole("--tokens", &args->tokens,
         "Tokens per sequence, e.g. 1024,4096 for two sequences (default 1024)", 1,
-        datasets::kMaxSynthTokens)
-      ->delimiter(',');
+        datasets::kMaxSynthTokens);
   c->add_option("--dtype", args->dtype, "float16 (default), bfloat16 or float32")
       ->check(CLI::IsMember({"float16", "bfloat16", "float32"}));
-  whole("--queries", &s.num_queries, "Newest positions whose q is written (default 64)", 0,
-        datasets::kMaxSynthTokens);
+  args->queries =
+      whole("--queries", &s.num_queries, "Newest positions whose q is written (default 64)", 0,
+            datasets::kMaxSynthTokens);
   whole("--seed", &s.seed, "The same seed gives the same dump (default 1)", 0, INT64_MAX);
   whole("--outliers", &s.outlier_channels, "Outlier key channels (default 4)", 0, kMaxHeadDim);
   require_number(c->add_option("--outlier-scale", s.outlier_scale,
                                "Their size in standard deviations (default 8)"),
                  0, 1000);
-  whole("--sinks", &s.sink_tokens, "Attention sinks at the start (default 4)", 0,
-        datasets::kMaxSynthTokens);
+  args->sinks = whole("--sinks", &s.sink_tokens, "Attention sinks at the start (default 4)", 0,
+                      datasets::kMaxSynthTokens);
   require_number(c->add_option("--heavy", s.heavy_fraction,
                                "Share of tokens many queries look for (default 0.02)"),
                  0, 1);

@@ -196,7 +196,7 @@ Status decompress(const CacheDecoder& decoder, const DecompressOptions& options,
   const Status s = options.gzip_level > 0 ? write_layers(decoder, options, &writer.value())
                                           : RowWriter(decoder, options, &writer.value()).run();
   if (!s) return s;
-  return writer->finish();
+  return writer->finish(options.overwrite);
 }
 
 }  // namespace tierkv::analysis

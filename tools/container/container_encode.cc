@@ -87,13 +87,10 @@ void add_family(const LayerData& data, Component c, const BookFamily& family, Ch
   }
 }
 
-Status encoding_failed(StatusCode code) {
-  return Status(code, std::string("encoding failed (") + status_name(code) + ")");
-}
-
 Status encode_segment(RowCodec& codec, const LayerData& data, int32_t head, Component c, Part part,
                       ChunkBlock* out) {
-  if (StatusCode s = codec.encode_part(c, part); s != StatusCode::kOk) return encoding_failed(s);
+  if (StatusCode s = codec.encode_part(c, part); s != StatusCode::kOk)
+    return cannot_hold(s, data, head, {c});
   const EncodedSegment& segment = codec.segment(c, part);
   if (segment.tokens == 0) return Status::ok();
   Result<std::vector<uint8_t>> bytes = serialize_segment(codec.coding(c, part).stored, segment);
@@ -123,7 +120,7 @@ Status encode_pages(const StoredPageFormat& format, const LayerData& data,
     const PageTokens tokens = {positions.data() + first,
                                std::min(format.shape.tokens, total - first)};
     if (Status s = encode_page(format, source, tokens, &page); !s) {
-      return encoding_failed(s.code());
+      return cannot_hold(s.code(), data, head, {Component::kKey, Component::kValue});
     }
     out->add(key, page);
   }

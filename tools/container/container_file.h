@@ -19,6 +19,7 @@ struct CompressOptions {
   const Profile* profile = nullptr;      // means, steps and bases; null: each sequence's own
   std::function<void(double)> progress;  // fraction done, called by one thread at a time
   bool without_queries = false;          // nothing is carried over but keys and values
+  bool overwrite = true;                 // a file that stands at the path in the end
 };
 
 struct CompressSummary {
@@ -40,6 +41,7 @@ struct DecompressOptions {
   int32_t threads = 1;
   int32_t gzip_level = 0;                // of the dump, 0 to 9
   std::function<void(double)> progress;  // fraction done, called by one thread at a time
+  bool overwrite = true;                 // a file that stands at the path in the end
 };
 
 // Writes the kv-dump `path` whole or not at all.

@@ -231,6 +231,7 @@ Status Compressor::run() {
 }
 
 Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
+  if (Status s = check_unpruned(info); !s) return s;
   const Scheme scheme = options.preset.scheme.for_head_dim(info.layout.head_dim);
   const auto refuse = [&](StatusCode code, const std::string& why) {
     return Status(code, info.path + ": preset " + options.preset.text + ": " + why);
@@ -274,7 +275,7 @@ Result<CompressSummary> compress(datasets::DumpReader& reader, const CompressOpt
   if (!writer) return writer.status();
   Compressor compressor(reader, options, &writer.value());
   if (Status s = compressor.run(); !s) return s;
-  if (Status s = writer->finish(); !s) return s;
+  if (Status s = writer->finish(options.overwrite); !s) return s;
   CompressSummary summary = compressor.summary();
   summary.file_bytes = writer->file_bytes();
   return summary;

@@ -246,19 +246,16 @@ Status read_named(const std::string& name, KeyReader& keys, Scheme* s) {
 // What suffixes and common keys must not be asked of.
 Status check_suffixes(const PresetText& parts, const Scheme& s, bool basis_given) {
   const std::string& name = parts.name;
-  const bool always_coded = name == "kvcomp" || name == "step" || name == "small";
   const bool codes = s.coder != Coder::kZstd && s.high != raw_tier();
   if (!s.classes.empty() && parts.stage != Coder::kNone)
     return bad_preset("'" + name + "' has fixed widths; it takes no entropy stage");
   if (!s.classes.empty() && parts.rotate)
     return bad_preset("'" + name + "' is rotated as it is; leave +rot out");
-  if (parts.stage == Coder::kHuffman && always_coded)
-    return bad_preset("'" + name + "' is always Huffman coded; leave +huffman out");
   if (parts.stage == Coder::kHuffman && !codes)
     return bad_preset("+huffman needs codes to work on");
   if (parts.stage != Coder::kNone && !codes)
     return bad_preset("an entropy stage needs codes to work on");
-  if (s.weighted() && parts.stage != Coder::kNone)
+  if (s.weighted() && parts.stage != Coder::kNone && parts.stage != Coder::kHuffman)
     return bad_preset("'small' has no other entropy stage");
   if (s.weighted() && parts.rotate)
     return bad_preset("'small' undoes RoPE, which +rot does not commute with");

@@ -26,7 +26,9 @@ Status prepare_row(const Scheme& scheme, const RowProfile& statistics, const Cac
     context.step = static_cast<float>(make_step(format, c, statistics, layout.sm_scale));
     if (!(context.step > 0) || !std::isfinite(context.step)) {
       return Status(StatusCode::kInvalidArgument,
-                    "no usable global step (all queries or values are zero)");
+                    std::string("no usable global step of ") +
+                        (c == Component::kKey ? "keys" : "values") +
+                        " (all queries or values are zero, or too large)");
     }
   }
   return Status::ok();
@@ -64,7 +66,7 @@ Status build_codebook_of(const Scheme& scheme, const LayerData& data, Component 
       predictor.predict(tokens, head_dim, codes);
       histogram.add(codes, tokens);
     });
-    if (code != StatusCode::kOk) return Status(code, "quantisation failed");
+    if (code != StatusCode::kOk) return cannot_hold(code, data, static_cast<int32_t>(h), {c});
   }
   if (histogram.empty()) return Status::ok();
   const int component = static_cast<int>(c);
@@ -171,7 +173,8 @@ Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout
         !s) {
       return s;
     }
-    if (Status s = prepare_row(scheme, statistics[h], layout, &out->context[h]); !s) return s;
+    if (Status s = prepare_row(scheme, statistics[h], layout, &out->context[h]); !s)
+      return s.with_context("kv head " + std::to_string(h));
   }
   if (scheme.weighted()) return fit_weighted_rows(scheme, data, layout, statistics, out);
   return Status::ok();

@@ -57,7 +57,7 @@ Status collect_codes(const Scheme& scheme, const LayerData& data, Component c, L
     const RowCodec codec = layer->row(scheme, data, static_cast<int32_t>(h));
     codes->emplace_back();
     if (Status s = codec.weighted_codes(c, &codes->back(), &exponents); !s)
-      return s.with_context("kv head " + std::to_string(h));
+      return cannot_hold(s.code(), data, static_cast<int32_t>(h), {c});
     if (!layer->count_codes) continue;
     for (const int8_t e : exponents) ++layer->exponents[static_cast<int>(c)][e];
   }
