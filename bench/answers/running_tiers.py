@@ -8,6 +8,7 @@ A prompt of 2048 tokens is followed by 1024 tokens of generation, then predictio
 cache. Model, prompts and measures are those of quality.py. Significances are those of exact attention; no token is pruned.
 
 once          a token's tier is decided by its window's queries, against the geometric mean of its row (docs/internals/policies.md)
+once_finer    the same, with half of alpha for generated tokens and twice alpha for those of the prompt
 algorithm_1   a token that leaves the window is important from alpha / tokens on. If it is, the least important high token moves down where its mean over all queries so far is less
 all_queries   by the queries of all 3072 tokens, as if they were one prompt"""
 import argparse
@@ -63,14 +64,18 @@ def prompt_tiers(seen, alpha, at):
     return np.where(important, HIGH, LOW)[:, at]
 
 
-def once(seen, alpha, at):
-    tiers = prompt_tiers(seen, alpha, at)
+def once(seen, alpha, at, of_generated=1.0):
+    tiers = prompt_tiers(seen, alpha / of_generated, at)
     logs = np.zeros(len(tiers))
     for count, i in enumerate(range(PROMPT - WINDOW, at.stop), 1):
         known = np.maximum(seen.up_to(i + WINDOW, slice(i, i + 1))[:, 0], 1e-30)
         logs += np.log(known)
-        tiers[:, i - at.start] = np.where(known >= alpha * np.exp(logs / count), HIGH, LOW)
+        tiers[:, i - at.start] = np.where(known >= alpha * of_generated * np.exp(logs / count), HIGH, LOW)
     return tiers
+
+
+def once_finer(seen, alpha, at):
+    return once(seen, alpha, at, 0.5)
 
 
 def algorithm_1(seen, alpha, at):
@@ -93,10 +98,10 @@ def all_queries(seen, alpha, at):
     return np.where(u >= alpha, HIGH, LOW)[:, at]
 
 
-POLICIES = (once, algorithm_1, all_queries)
+POLICIES = (once, once_finer, algorithm_1, all_queries)
 
 
-def schemes(model, profile, prompt, policies=POLICIES):
+def schemes(model, profile, prompt, policies):
     """{name: scheme of quality.measured()}"""
     at = body(prompt.layers[0])
     tiers = {(policy.__name__, alpha): [] for policy in policies for alpha in ALPHAS}
@@ -123,6 +128,7 @@ def main():
     parser.add_argument("--model", type=pathlib.Path, metavar="FOLDER", help="fetched where not given")
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--lookups", type=int, default=4)
+    parser.add_argument("--policy", nargs="+", choices=[p.__name__ for p in POLICIES], default=[p.__name__ for p in POLICIES])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("-o", "--output", type=pathlib.Path, default=ROOT / "bench/results/running_tiers.json")
     args = parser.parse_args()
@@ -131,7 +137,7 @@ def main():
     records = []
     for item in make_items(model, texts, args.seed, TOKENS, (args.texts, args.lookups)):
         prompt = Prefilled(model, args.work, item.prompt, item.continuation)
-        for (formats, policy, alpha), scheme in schemes(model, profile, prompt).items():
+        for (formats, policy, alpha), scheme in schemes(model, profile, prompt, [p for p in POLICIES if p.__name__ in args.policy]).items():
             row = {key: significant(float(x)) for key, x in measured(model, item, prompt, scheme).items()}
             records.append({"task": item.task, "prompt": item.prompt[-4:], "answers": len(item.answers), "formats": formats, "policy": policy, "alpha": alpha} | row)
         lines = ",\n".join("  " + json.dumps(r) for r in records)
