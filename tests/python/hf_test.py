@@ -146,6 +146,35 @@ class Generation(unittest.TestCase):
         passes = [self.ids(1, 30), self.ids(1, 1)]
         self.assert_near(self.logits(TierCache(max_tokens=64), passes, model=model), self.logits(DynamicCache(), passes, model=model))
 
+    def test_beams_at_the_smallest_number_of_sequences(self):
+        cache = TierCache(max_tokens=64)
+        self.logits(cache, [self.ids(4, 10)])
+        cache.reorder_cache(torch.tensor([1, 1, 1, 2]))
+        self.assertEqual(cache.store.usage().sequences, 4)
+        self.logits(cache, [self.ids(4, 1)])
+
+    def test_a_pass_that_fails_can_be_repeated(self):
+        for first in (20, 1):
+            ids, more = self.ids(2, 30), self.ids(2, first)
+            cache, other = TierCache(max_tokens=128), TierCache(max_tokens=128)
+            self.logits(cache, [ids])
+            attend, fails = TierCache._attend_raw, [True]
+
+            def failing(*args):
+                if fails and args[1] == 1:
+                    raise tierkv.OutOfPagesError("as if")
+                return attend(*args)
+            step = tierkv.hf._Step.run
+            TierCache._attend_raw, tierkv.hf._Step.run = failing, lambda now, layer, *x: failing(now, layer, *x) if fails and layer == 1 else step(now, layer, *x)
+            try:
+                with self.assertRaises(tierkv.OutOfPagesError):
+                    self.logits(cache, [more])
+                self.assertEqual(cache.get_seq_length(), 30)
+                fails.clear()
+                self.assert_near(self.logits(cache, [more]), self.logits(other, [ids, more])[1:], 1e-5)
+            finally:
+                TierCache._attend_raw, tierkv.hf._Step.run = attend, step
+
     def assert_undone(self, keys, rope):
         """keys [tokens, head_dim] of one token at all positions are equal before RoPE."""
         angle = torch.arange(len(keys), dtype=torch.float64)[:, None] * torch.tensor(rope.inv_freq).double()
