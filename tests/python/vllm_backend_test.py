@@ -32,6 +32,7 @@ except ImportError:
 sys.path.insert(0, sys.argv.pop(1))
 import tierkv.vllm  # noqa: E402
 from tierkv.vllm import backend  # noqa: E402
+from tierkv.vllm.faults import STEPS  # noqa: E402
 from tierkv.vllm.settings import FORMATS, slot_bytes  # noqa: E402
 
 NEW = backend.BYTES_FIELD == "state_content_bytes"  # vLLM 0.33
@@ -130,6 +131,7 @@ class World:
         self.free = list(range(self.layer.kv_cache.shape[0]))
         rng.shuffle(self.free)
         self.requests = []
+        self.faults = [0, 0, 0, 0]
 
     def normal(self, *shape):
         return torch.randn(*shape).to(DEVICE, torch.bfloat16)
@@ -186,7 +188,7 @@ class World:
             kind = "direct" if b - a <= 8 and (r.computed or b - a == 1) else "prefix" if r.computed else "fresh"
             found.append((kind, output[a:b].view(b - a, 4, self.dim).float(), right))
             r.computed += b - a - min((refuse or {}).get(i, 0), b - a - 1)
-        assert metadata.errors.tolist() == [0, 0, 0, 0]
+        assert metadata.faults.counts.tolist() == self.faults
         return metadata, found
 
 
@@ -247,6 +249,24 @@ class Steps(unittest.TestCase):
                 if any(lens):
                     found += w.step(lens, refuse={i: self.rng.randrange(3) for i in range(len(lens)) if lens[i] == 1 + drafts})[1]
             self.assertLess(error(found), BOUNDS[format], f"{format} {drafts} drafts, seed {self.seed}")
+
+    def test_faults_are_logged(self):
+        """Once each, some steps late."""
+        w = World(self.rng, "k4v4")
+        w.add(70)
+        w.step([70])
+        with self.assertNoLogs("vllm.tierkv"):
+            for _ in range(2 * STEPS):
+                w.step([1])
+        normal = w.normal
+        w.normal = lambda *shape: normal(*shape).index_fill_(-1, torch.tensor([3], device=DEVICE), torch.nan)
+        w.faults = [0, 2, 0, 0]  # a token of two heads
+        w.step([1])
+        w.normal = normal
+        with self.assertLogs("vllm.tierkv", "ERROR") as logs:
+            for _ in range(3 * STEPS):
+                w.step([1])
+        self.assertEqual([r.getMessage() for r in logs.records], ["tierkv: 2 keys or values that are not finite: their tokens count as zeros"])
 
     def test_key_means(self):
         """Keys far from zero: without a reflection by their means the codes are coarse."""

@@ -17,6 +17,7 @@ import torch
 from .. import _engine as engine
 from ._versions import cache_spec, draft_tokens, unserved
 from .batches import Slice, classify, head_range, rounds, runs
+from .faults import Faults
 from .refusals import HEAD_DIMS, MAX_QUERIES, EngineShape, LayerShape, refuse, refused_engine, refused_layer
 from .settings import BLOCK_TOKENS, DEFAULT_FORMAT, FORMATS, Settings, layer_index, read_settings, slot_bytes
 from ..errors import InvalidArgumentError
@@ -210,7 +211,7 @@ class TierkvMetadata(AttentionMetadata):
     chunks: List[Chunk]
     slice_k: Optional[torch.Tensor]
     slice_v: Optional[torch.Tensor]
-    errors: torch.Tensor  # int32 [4], counted by the kernels: tierkv_engine_c.h
+    faults: Faults
     kept: Tuple[Any, ...] = ()
 
 
@@ -257,7 +258,9 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
                         ((self.decode_queries, max(scheduler.max_num_seqs, largest_graph)),
                          (MAX_QUERIES, min(scheduler.max_num_seqs, MAX_TAILS)))[:1 if self.decode_queries == MAX_QUERIES else 2]}
         self.workspaces = {q: torch.zeros(max(e.workspace_bytes(), 1), dtype=torch.uint8, device=device) for q, e in self.engines.items()}
-        self.errors = torch.zeros(4, dtype=torch.int32, device=device)
+        self.faults = Faults(device)
+        for x in self.layers:
+            x.impl.faults = self.faults
         self.slices: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
         if scheduler.max_num_batched_tokens > MAX_QUERIES:
             shape = (self.slice_tokens, self.layers[0].num_kv_heads, self.layers[0].head_size)
@@ -273,6 +276,7 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
         return engine.Engine(config, on_host=self.device.type != "cuda")
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> TierkvMetadata:
+        self.faults.step()
         cam = common_attn_metadata
         if cam.max_query_len <= self.decode_queries:
             direct = [self._direct(cam, self.decode_queries, cam.num_reqs, cam.max_query_len, None)]
@@ -295,7 +299,7 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
 
     def _metadata(self, cam: CommonAttentionMetadata, direct: List[Direct], chunks: List[Chunk], kept: Tuple[Any, ...]) -> TierkvMetadata:
         k, v = self.slices if self.slices is not None else (None, None)
-        return TierkvMetadata(cam.num_actual_tokens, direct, chunks, k, v, self.errors, kept)
+        return TierkvMetadata(cam.num_actual_tokens, direct, chunks, k, v, self.faults, kept)
 
     def _direct(self, cam: CommonAttentionMetadata, which: int, count: int, queries: int, sequences: Optional[torch.Tensor]) -> Direct:
         cache, table = self.layers[0].kv_cache, cam.block_table_tensor
@@ -339,7 +343,7 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
                 block_table=table.data_ptr(), table_stride=table.stride(0), num_sequences=table.shape[0], count=len(r["slices"]),
                 sequences=upload.get(r["sequences"]).data_ptr(), first=upload.get(r["first"]).data_ptr(),
                 starts=upload.get(r["k"]).data_ptr(), max_tokens=r["max_k"], num_rows=r["rows"], k=self.slices[0].data_ptr(),
-                v=self.slices[1].data_ptr(), errors=self.errors.data_ptr())
+                v=self.slices[1].data_ptr(), errors=self.faults.counts.data_ptr())
             chunk.rounds.append(Round(r["slices"], ranges, r["tokens"], upload.get(r["q"]), upload.get(r["k"]), r["max_q"], r["max_k"]))
         return chunk
 
@@ -375,6 +379,7 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
         self.flash_version: Optional[int] = get_flash_attn_version(head_size=head_size)  # as the engine's config, which is current here, says
         self.engine: Optional[engine.Engine] = None
         self.key_reflection: Optional[torch.Tensor] = None
+        self.faults: Optional[Faults] = None  # of the layers of one builder, which sets it
 
     def bind(self, of_layer: engine.Engine, key_reflection: Optional[torch.Tensor]) -> None:
         """of_layer encodes and decodes, which needs no plan."""
@@ -389,10 +394,10 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
         count = slot_mapping.shape[0]
         if count == 0 or kv_cache.numel() == 0:
             return
-        assert self.engine is not None and key.stride(2) == 1 and value.stride(2) == 1 and slot_mapping.dtype == torch.int64
+        assert self.engine is not None and self.faults is not None and key.stride(2) == 1 and value.stride(2) == 1 and slot_mapping.dtype == torch.int64
         tokens = engine.EngineTokensStruct(k=key.data_ptr(), v=value.data_ptr(), k_token_stride=key.stride(0), k_head_stride=key.stride(1),
                                            v_token_stride=value.stride(0), v_head_stride=value.stride(1), slots=slot_mapping.data_ptr(),
-                                           count=min(count, key.shape[0]))
+                                           count=min(count, key.shape[0]), errors=self.faults.counts.data_ptr())
         self.engine.encode(self._layer(kv_cache), tokens, stream_of(key.device), on_host=key.device.type != "cuda")
 
     def forward(self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
@@ -408,7 +413,7 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
         for direct in attn_metadata.direct:
             queries = engine.EngineQueriesStruct(q=q.data_ptr(), out=out.data_ptr(), q_token_stride=q.stride(0), q_head_stride=q.stride(1),
                                                  out_token_stride=out.stride(0), out_head_stride=out.stride(1), num_tokens=n,
-                                                 errors=attn_metadata.errors.data_ptr())
+                                                 errors=attn_metadata.faults.counts.data_ptr())
             direct.attention.attend(direct.batch, of_layer, queries, stream_of(q.device))
         for chunk in attn_metadata.chunks:
             self._attend_chunk(chunk, attn_metadata, of_layer, (q, key[:n], value[:n], out))
