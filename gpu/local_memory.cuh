@@ -24,6 +24,15 @@ struct LocalMemory {
                  : "memory");
     return x;
   }
+  // Word i of all.
+  __device__ __forceinline__ uint32_t word(int i) const {
+    uint32_t x;
+    asm volatile("ld.local.u32 %0, [%1];"
+                 : "=r"(x)
+                 : "l"(__cvta_generic_to_local(&words->x + i))
+                 : "memory");
+    return x;
+  }
 };
 
 }  // namespace tierkv

@@ -66,8 +66,8 @@ Status check_weighted(const CodedAttention& call) {
     return invalid("weighted: the turns of RoPE");
   }
   if (w.pairs < 1 || 2 * w.pairs > call.head_dim) return invalid("weighted.pairs");
-  if (key_turning(w, call.head_dim) == KeyTurning::kPartHalves && w.pairs % kDimBlock != 0) {
-    return unsupported("RoPE in halves over part of a head whose dims are no multiple of 32");
+  if (w.pairing == RopePairing::kHalves && !halves_fit(w.pairs, call.head_dim)) {
+    return unsupported(std::string("the dims of RoPE in halves ") + kHalvesThatFit);
   }
   return Status::ok();
 }

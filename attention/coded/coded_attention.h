@@ -75,7 +75,7 @@ struct WeightedRows {
   // each block, position sink_tokens in block 0. Null without RoPE.
   const uint16_t* block_turns = nullptr;
   int32_t num_block_turns = 0;  // a row of more blocks is kCorrupt, unless without RoPE
-  int32_t pairs = 0;            // of dims that turn; of halves of part of a head a multiple of 16
+  int32_t pairs = 0;            // of dims that turn; see halves_fit()
   int32_t sink_tokens = 0;      // of every row that has blocks, at most kMostRawSinks
   RopePairing pairing = RopePairing::kNone;  // what weighted_turns() has made tables for
 };

@@ -14,6 +14,13 @@ enum class KeyTurning : int32_t {
   kNeighbours,  // dims 2 i and 2 i + 1, some or all
   kPartHalves,  // dims d and d + pairs; those from 2 pairs on do not turn
 };
+
+// Which parts of a head may turn in halves.
+inline constexpr const char* kHalvesThatFit =
+    "must be all, a multiple of 32, or a multiple of 16 up to half of the head";
+inline bool halves_fit(int32_t pairs, int32_t head_dim) {
+  return 2 * pairs == head_dim || pairs % (4 * pairs <= head_dim ? 8 : 16) == 0;
+}
 inline KeyTurning key_turning(const WeightedRows& rows, int32_t head_dim) {
   switch (rows.pairing) {
     case RopePairing::kHalves:

@@ -108,32 +108,32 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
     }
   }
 
-  // Where dim block f is among those of part of a head that turn: f modulo the blocks of a half.
-  struct PartBlock {
-    bool turns, second;
-    int32_t in_half, partner;
-  };
-  __device__ __forceinline__ PartBlock part_block(int32_t f) const {
+  // Where the turns of dim block f are in tables of part of a head: they hold the turns of both
+  // dims of a pair where they have room.
+  __device__ __forceinline__ int32_t turns_at(int32_t f) const {
     const int32_t half = call.weighted.pairs / kDimBlock;
-    const bool turns = f < 2 * half, second = turns && f >= half;
-    return {turns, second, second ? f - half : f, second ? f - half : turns ? f + half : f};
+    return 4 * call.weighted.pairs > kHeadDim && f >= half ? f - half : f;
+  }
+  __device__ __forceinline__ bool part_turns(int32_t f) const {
+    return f < 2 * call.weighted.pairs / kDimBlock;
   }
   // turn_queries() of part of a head. by: turns of the block; x: the queries.
   __device__ __forceinline__ void turn_part(const uint16_t* by,
                                             const uint32_t (&x)[kDimBlocks][2]) {
     const auto t = static_cast<int32_t>(fresh_lane() % 4);
+    const int32_t half = call.weighted.pairs / 8;  // of the dims that turn, in registers
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
-      const PartBlock at = part_block(f);
+      const bool turns = part_turns(f);
       uint4 turn = {kOneHalves, 0, kOneHalves, 0};
-      if (at.turns) turn = *reinterpret_cast<const uint4*>(by + (4 * at.in_half + t) * 8);
-      const uint4 both = this->queries.load(at.partner / 2);
+      if (turns) turn = *reinterpret_cast<const uint4*>(by + (4 * turns_at(f) + t) * 8);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t cos = h == 0 ? turn.x : turn.z, sin = h == 0 ? turn.y : turn.w;
-        const uint32_t partner =
-            at.partner % 2 == 0 ? (h == 0 ? both.x : both.y) : (h == 0 ? both.z : both.w);
-        const uint32_t other = at.second ? negate_halves(partner) : partner;
+        const int32_t at = 2 * f + h;
+        const bool second = turns && at >= half;
+        const uint32_t partner = this->queries.word(second ? at - half : turns ? at + half : at);
+        const uint32_t other = second ? negate_halves(partner) : partner;
         state.q[f][h] = fma_halves(x[f][h], cos, multiply_halves(other, sin));
         crossed.of[f][h] = fma_halves(other, cos, negate_halves(multiply_halves(x[f][h], sin)));
       }
@@ -206,10 +206,9 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
   __device__ __forceinline__ void multiply(int o, int f, const QueryBlock& q,
                                            const uint32_t (&x)[4], float (&tile)[4]) const {
     if constexpr (kPart) {
-      const PartBlock part = part_block(f);
-      if (part.turns) {
+      if (part_turns(f)) {
         const uint32_t at =
-            turns + ((o * kPairBlocks + part.in_half) * 2 * kWarpLanes + fresh_lane()) * 16;
+            turns + ((o * kPairBlocks + turns_at(f)) * 2 * kWarpLanes + fresh_lane()) * 16;
         uint32_t by_cos[4], by_sin[4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

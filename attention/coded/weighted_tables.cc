@@ -5,6 +5,7 @@
 #include <cmath>
 #include <string>
 
+#include "attention/coded/key_turning.h"
 #include "codec/format/weighted_block_format.h"
 #include "tierkv/half.h"
 
@@ -28,9 +29,16 @@ void put_turns(RopePairing pairing, int32_t dim, const TurnOf& turn, std::vector
   }
 }
 
-// For kHalves, only the dim blocks of the first half: the other dim of a pair is in the second.
+// For kHalves, of as many dim blocks as half of the head has: both dims of a pair turn alike.
 int32_t turned_blocks(RopePairing pairing, int32_t head_dim) {
   return head_dim / (pairing == RopePairing::kHalves ? 2 * kDimBlock : kDimBlock);
+}
+
+// The pair whose turn stands at `pair` of a table. Halves of part of the head stand there twice,
+// as far as there is room: for each of their dims.
+int32_t pair_at(const RopeTable& rope, int32_t pair) {
+  const bool again = rope.pairing == RopePairing::kHalves && pair >= rope.pairs;
+  return again && pair < 2 * rope.pairs ? pair - rope.pairs : pair;
 }
 
 // Per (tile, dim block, lane, register). For kHalves, the first two registers of all lanes come
@@ -44,7 +52,8 @@ void place_turns(const RopeTable& rope, int32_t head_dim, std::vector<uint16_t>*
         for (int32_t lane = 0; lane < kWarpLanes; ++lane) {
           for (int32_t r = i; r < i + together; ++r) {
             const PairPosition at = pair_position(Component::kKey, tile, f, r, lane);
-            const auto turn = [&](int32_t pair) {
+            const auto turn = [&](int32_t entry) {
+              const int32_t pair = pair_at(rope, entry);
               return pair < rope.pairs
                          ? rope.place[static_cast<size_t>(at.token * rope.pairs + pair)]
                          : Turn{};
@@ -60,7 +69,8 @@ void place_turns(const RopeTable& rope, int32_t head_dim, std::vector<uint16_t>*
 // Per (dim block, lane % 4, register of the query).
 void block_turns(const RopeTable& rope, int64_t position, int32_t head_dim,
                  std::vector<uint16_t>* out) {
-  const auto turn = [&](int32_t pair) {
+  const auto turn = [&](int32_t entry) {
+    const int32_t pair = pair_at(rope, entry);
     return pair < rope.pairs ? rope.at(position, pair) : Turn{};
   };
   for (int32_t f = 0; f < turned_blocks(rope.pairing, head_dim); ++f) {
@@ -110,10 +120,9 @@ Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row) {
 Result<WeightedTurns> weighted_turns(const RopeTable& rope, int32_t head_dim, int32_t sink_tokens) {
   WeightedTurns turns;
   if (rope.pairing == RopePairing::kNone) return turns;
-  if (rope.pairing == RopePairing::kHalves && 2 * rope.pairs != head_dim &&
-      rope.pairs % kDimBlock != 0) {
+  if (rope.pairing == RopePairing::kHalves && !halves_fit(rope.pairs, head_dim)) {
     return unsupported("RoPE in halves over " + std::to_string(2 * rope.pairs) + " of " +
-                       std::to_string(head_dim) + " dims, no multiple of 32");
+                       std::to_string(head_dim) + " dims: " + kHalvesThatFit);
   }
   if (2 * rope.pairs > head_dim || sink_tokens < 0 || sink_tokens >= kBlockTokens) {
     return Status(StatusCode::kInvalidArgument, "weighted attention: rope or sink_tokens");

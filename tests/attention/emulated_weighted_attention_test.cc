@@ -164,7 +164,8 @@ TEST_F(EmulatedWeightedAttention, OfHalvesOfPartOfTheHead) {
   for (const int32_t head_dim : {96, 256}) {
     Shape shape;
     shape.head_dim = head_dim;
-    shape.rotary_dims = 32 * (1 + source_.below(head_dim / 32 - 1));
+    shape.rotary_dims = source_.below(2) == 0 ? 32 * (1 + source_.below(head_dim / 32 - 1))
+                                              : 16 * (1 + source_.below(head_dim / 32));
     shape.sinks = source_.below(9);
     check(shape);
     if (HasFatalFailure()) return;
@@ -332,7 +333,7 @@ TEST_F(EmulatedWeightedAttention, RefusesWhatItDoesNotSupport) {
   call = call_of(w);
   call.weighted.sink_tokens = 17;
   EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
-  auto partial = make_rope_table(Rope::plain(10000, 48), 128, 64);
+  auto partial = make_rope_table(Rope::plain(10000, 80), 128, 64);
   ASSERT_TRUE(partial.is_ok());
   EXPECT_EQ(weighted_turns(*partial, 128, 4).status().code(), StatusCode::kUnsupported);
   call = call_of(w);

@@ -10,6 +10,7 @@
     prefixes     prompts whose beginnings are cached against prompts without a cache of prefixes
     preemption   a pool so small that requests are preempted and computed again, against a large one
     drafts       n-gram speculation in graphs against eager mode without it; refused drafts are overwritten
+    ranks        two GPUs, each with half of the heads, against one; left out where there is one GPU
 
 Each engine runs in a process of its own, eight at a time. Needs a GPU, vLLM 0.26 and the wheel installed, so that vLLM finds the plugin.
 """
@@ -49,6 +50,7 @@ ENGINES = {
     "k4v4 uncached": {"format": "k4v4", "prefixes": False},
     **{f"{f} graphs": {"format": f, "graphs": True} for f in ("raw", "k4v4")},
     **{f"{f} tight": {"format": f, "works": ["long"], "blocks": 24} for f in ("raw", "k4v4")},
+    **{f"{f} ranks": {"format": f, "ranks": 2, "graphs": "full"} for f in ("raw", "k4v4")},
     **{f"{f} drafts": {"format": f, "works": ["repeats"], "graphs": "full", "drafts": 4} for f in ("raw", "k4v4")},
 }
 
@@ -100,6 +102,8 @@ def serve(folder, engine, works):
     more = {"num_gpu_blocks_override": engine["blocks"]} if "blocks" in engine else {}
     if engine.get("graphs") == "full":  # of decodes alone, without torch.compile
         more["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if "ranks" in engine:
+        more["tensor_parallel_size"], more["disable_custom_all_reduce"] = engine["ranks"], True
     if drafts:
         more["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = LLM(model=folder, skip_tokenizer_init=True, dtype="bfloat16", seed=1, max_model_len=1024, block_size=64, max_num_seqs=16,
@@ -252,11 +256,19 @@ def drafts(r):
         r.pair("drafts", format, f"{format} drafts", r.noise_of(format), "repeats")
 
 
+def ranks(r):
+    # Two ranks add what each has of a row of weights in bf16.
+    for format in ("raw", "k4v4"):
+        r.scores("ranks", format, f"{format} ranks", r.noise_of(format))
+        r.pair("ranks", format, f"{format} ranks", r.noise_of(format))
+
+
 TESTS = {
     predictions: ["vllm", *PROMPTS, "k4v2"], layers: ["vllm", "k4v4", "layers"], graphs: ["vllm", "raw", "k4v4", "raw graphs", "k4v4 graphs"],
     chunks: ["vllm", "k4v4", "k4v4 whole"], prefixes: ["k4v4", "k4v4 uncached"],
     preemption: [f"{f}{pool}" for f in ("raw", "k4v4") for pool in ("", " tight")],
     drafts: ["vllm", *(f"{f}{how}" for f in ("raw", "k4v4") for how in ("", " drafts"))],
+    ranks: ["vllm", *(f"{f}{how}" for f in ("raw", "k4v4") for how in ("", " ranks"))],
 }
 
 
@@ -310,6 +322,9 @@ def main():
     except ImportError as e:
         print(f"skipped: needs a GPU and vLLM 0.26: {e}")
         return 77
+    if ranks in tests and torch.cuda.device_count() < 2:
+        tests.remove(ranks)
+        print("ranks: left out, one GPU")
     clock.note("import")
     seed = random.SystemRandom().randrange(2**32)
     works = make_work(random.Random(seed))

@@ -27,9 +27,9 @@ class Faults:
         self.copy = torch.zeros(len(FAULTS), dtype=torch.int32, pin_memory=True) if device.type == "cuda" else self.counts
 
     def step(self) -> None:
-        """Logs what is new, once in STEPS calls. Not to be called in a capture."""
+        """Logs what is new, once in STEPS calls."""
         self.steps += 1
-        if self.steps % STEPS:
+        if self.steps % STEPS or (self.counts.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if self.copy is self.counts:
             self._log(self.counts.tolist())

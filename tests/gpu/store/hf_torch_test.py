@@ -66,11 +66,24 @@ class Generation(unittest.TestCase):
             difference, held = self.compare(format, bound, [700, 1, 1, 1, 90, 1, 5, 1])
             print(f"{format}: logits differ by {difference:.3f}, {100 * held:.1f} % of memory")
 
-    def test_rope_over_half_of_the_head(self):
+    def test_rope_over_part_of_the_head(self):
+        for share in (0.5, 0.25):
+            torch.manual_seed(SEED)
+            config = StableLmConfig(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share})
+            self.models["part"] = StableLmForCausalLM(config).eval().to("cuda", torch.float16)
+            self.compare("small", BOUNDS["small"], [700, 1, 1, 90, 1, 5], dtype="part")
+
+    @unittest.skipIf(torch.cuda.device_count() < 2, "one GPU")
+    def test_another_gpu_than_the_current_one(self):
         torch.manual_seed(SEED)
-        config = StableLmConfig(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})
-        self.models["part"] = StableLmForCausalLM(config).eval().to("cuda", torch.float16)
-        self.compare("small", BOUNDS["small"], [700, 1, 1, 90, 1, 5], dtype="part")
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().to("cuda:1", torch.float16)
+        model.set_attn_implementation("tierkv")
+        ids = torch.randint(1, VOCABULARY, (2, 300), device="cuda:1")
+        cache = TierCache("small", max_tokens=512, max_sequences=2)
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False)
+        self.assertEqual((tuple(out.shape), torch.cuda.current_device(), cache.store._index), ((2, 310), 0, 1))
+        cache.store.take_status()
+        cache.close()
 
     def test_left_padding(self):
         mask = torch.ones(3, 330, dtype=torch.long, device="cuda")

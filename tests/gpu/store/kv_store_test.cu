@@ -532,5 +532,60 @@ TEST(KvStoreFaults, SmallAttentionToLayersThatWaitIsNotCaptured) {
   KvTwins::expect_ok(capture());
 }
 
+TEST(KvStoreFaults, SmallCallsOnAnotherDeviceAreRefused) {
+  int count = 0;
+  ASSERT_EQ(cudaGetDeviceCount(&count), cudaSuccess);
+  if (count < 2) GTEST_SKIP() << "one device";
+  for (const int device : {0, 1}) {
+    ASSERT_EQ(cudaSetDevice(device), cudaSuccess);
+    std::mt19937 rng(1);
+    KvTwins twins(twin_config(with(coded(64), 64, 3, 3)), &rng);
+    twins.add();
+    twins.extend({0}, 500);
+    const TwinTokens x = twins.draw(1, 3);
+    KvStore& store = twins.device();
+    SequenceId id = twins.live()[0].device;
+    const SequenceList one = {&id, 1};
+    const LayerAppend append = twins.call(one, 0, 3, x, &twins);
+    LayerAttend attend;
+    attend.sequences = one;
+    attend.q_len = 1;
+    attend.q = attend.out = const_cast<void*>(append.k);
+    LayerRange range;
+    range.sequence = id;
+    range.end = 3;
+    range.k = range.v = attend.out;
+    const std::vector<uint8_t> bytes = *store.export_sequence(id);
+    ASSERT_EQ(cudaSetDevice(1 - device), cudaSuccess);
+    const Status refused[] = {store.add_sequence().status(),
+                              store.begin(one, 3),
+                              store.attend(attend),
+                              store.decode_range(range),
+                              store.note_replay(one, 1),
+                              store.take_status(),
+                              store.fork(id).status(),
+                              store.truncate(id, 3),
+                              store.release(id),
+                              store.usage().status(),
+                              store.bytes_held(id).status(),
+                              store.export_sequence(id).status(),
+                              store.import_sequence(bytes.data(), bytes.size()).status()};
+    const auto expect_refused = [](const Status& s) {
+      EXPECT_EQ(s.code(), StatusCode::kInvalidArgument);
+      EXPECT_NE(s.message().find("current device"), std::string::npos) << s.message();
+    };
+    for (const Status& s : refused) expect_refused(s);
+    ASSERT_EQ(cudaSetDevice(device), cudaSuccess);
+    KvTwins::expect_ok(store.begin(one, 3));
+    ASSERT_EQ(cudaSetDevice(1 - device), cudaSuccess);
+    expect_refused(store.append(append));
+    ASSERT_EQ(cudaSetDevice(device), cudaSuccess);
+    KvTwins::expect_ok(store.truncate(id, 500));
+    twins.extend({0}, 100);
+    twins.expect_equal();
+  }
+  ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+}
+
 }  // namespace
 }  // namespace tierkv::testing
