@@ -5,7 +5,7 @@
     python examples/chat.py --model SmolLM2-135M-Instruct --profile datasets/smollm2_profile.h5
     python examples/chat.py --model ... --say "What is a cache?" "And a compressed one?"
 
-The folder or name is one that transformers can load: Llama, Mistral, Qwen2 or Qwen3. Without a profile the cache takes about
+The folder or name is one that transformers can load: Llama, Mistral, Qwen or another type that TierCache serves. Without a profile the cache takes about
 half as much again. On a CPU an answer can take minutes: attention is a plain loop there."""
 import argparse
 

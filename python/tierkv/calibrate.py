@@ -19,7 +19,7 @@ def make_model(args: argparse.Namespace) -> CalibrationModel:
     try:
         from ._calibration_torch import TorchModel
     except ImportError as e:
-        raise CalibrationError(f"{e.name} is missing; install tierkv[calibrate]") from e
+        raise CalibrationError(f"{e.name} is missing: run pip install '.[calibrate]' in tierkv's checkout") from e
     return TorchModel(args.model, args.model_id, args.device, args.batch)
 
 

@@ -8,8 +8,8 @@
     print(cache.bytes_held, cache.raw_bytes)
 
 A prompt is attended to by torch's own attention and compressed layer by layer; tokens that follow are attended to in compressed form. A
-later turn of more than 8 tokens decodes what the cache holds, one layer at a time, and is then compressed itself. Models: Llama, Mistral,
-Qwen2 and Qwen3 without sliding windows, in transformers 5. Batches are padded on the left.
+later turn of more than 8 tokens decodes what the cache holds, one layer at a time, and is then compressed itself. Models: the types of
+HALVES and NEIGHBOURS without sliding windows, in transformers 5. Batches are padded on the left.
 
 A model on a GPU is served on one GPU and stream, those of the first token; a model on the CPU is served slowly.
 """

@@ -370,7 +370,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         print(f"tierkv: {args.output}: cannot be written: {e.strerror}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except ModuleNotFoundError as e:
-        print(f"tierkv: the report needs {e.name}: pip install tierkv[report], or Debian's python3-matplotlib", file=sys.stderr)
+        print(f"tierkv: the report needs {e.name}: pip install matplotlib, or Debian's python3-matplotlib", file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0
 

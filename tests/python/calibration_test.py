@@ -300,7 +300,7 @@ class Command(CalibrationTest):
         text.write_text("x")
         result = subprocess.run([sys.executable, "-B", "-c", code, "--model", self.folder, "--text", text, "-o", self.dir / "t.h5"],
                                 capture_output=True, text=True, env={"PYTHONPATH": PACKAGE})
-        self.refused(result, "torch is missing; install tierkv[calibrate]")
+        self.refused(result, "torch is missing: run pip install '.[calibrate]'")
 
 
 if __name__ == "__main__":
