@@ -237,7 +237,7 @@ Result<EngineQueries> engine_queries(const EngineConfig& config, const EngineAtt
   if (!rows) return rows.status();
   const Result<BlockCache> cache = block_cache(config, call.layer);
   if (!cache) return cache.status();
-  if (call.layer.block_stride != call.batch.block_stride ||
+  if (cache->block_stride != rows->block_pages * config.page_bytes() ||
       call.layer.num_blocks != call.batch.num_blocks) {
     return invalid("the layer's blocks are not those of the batch");
   }

@@ -366,8 +366,10 @@ Status ContainerReader::view(int64_t chunk, const uint8_t** payload) const {
   if (impl_->all == nullptr) {
     return Status(StatusCode::kUnsupported, impl_->path + ": a file is read, not viewed");
   }
-  *payload = impl_->all + c->offset;
-  return impl_->verify(*c, *payload);
+  const uint8_t* const at = impl_->all + c->offset;
+  if (Status s = impl_->verify(*c, at); !s) return s;
+  *payload = at;
+  return Status::ok();
 }
 
 Status ContainerReader::read(const ChunkKey& key, std::vector<uint8_t>* payload) const {

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chunks kModel and kSequence of a container.
+#include <algorithm>
+
 #include "codec/format/byte_cursor.h"
 #include "codec/format/errors.h"
 #include "tierkv/container.h"
@@ -22,13 +24,18 @@ std::vector<uint8_t> serialize_model(const ContainerModel& model) {
   w.text(model.preset);
   w.text(model.model_id);
   w.text(model.created_by);
-  const Rope none;
-  const Rope& first = model.rope.empty() ? none : model.rope[0];
+  // Layers share pairing and rotary dims; one that does not rotate has zeros.
+  const auto rotated = std::find_if(model.rope.begin(), model.rope.end(), [](const Rope& rope) {
+    return rope.pairing != RopePairing::kNone;
+  });
+  const Rope form = rotated == model.rope.end() ? Rope() : *rotated;
   w.u32(static_cast<uint32_t>(model.rope.size()));
-  w.i32(static_cast<int32_t>(first.pairing));
-  w.i32(first.rotary_dims);
+  w.i32(static_cast<int32_t>(form.pairing));
+  w.i32(form.rotary_dims);
   for (const Rope& rope : model.rope) {
-    for (const float f : rope.inv_freq) w.f32(f);
+    for (size_t p = 0; p < form.inv_freq.size(); ++p) {
+      w.f32(p < rope.inv_freq.size() ? rope.inv_freq[p] : 0.0f);
+    }
   }
   return bytes;
 }

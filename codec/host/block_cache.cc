@@ -76,16 +76,16 @@ Rotation hadamard_rotation(int32_t head_dim) {
 
 Status key_reflections(const Rotation& rotation, const float* key_mean, int32_t num_kv_heads,
                        int32_t head_dim, float* out) {
+  for (int64_t i = 0; i < int64_t{num_kv_heads} * head_dim; ++i) {
+    if (!std::isfinite(key_mean[i])) {
+      return Status(StatusCode::kNonFinite,
+                    "key_mean of kv_head " + std::to_string(i / head_dim) + " is not finite");
+    }
+  }
   std::vector<double> x(head_dim);
   for (int32_t h = 0; h < num_kv_heads; ++h) {
     const int64_t row = int64_t{h} * head_dim;
-    for (int32_t d = 0; d < head_dim; ++d) {
-      if (!std::isfinite(key_mean[row + d])) {
-        return Status(StatusCode::kNonFinite,
-                      "key_mean of kv_head " + std::to_string(h) + " is not finite");
-      }
-      x[d] = rotation.with_sign(d, key_mean[row + d]);
-    }
+    for (int32_t d = 0; d < head_dim; ++d) x[d] = rotation.with_sign(d, key_mean[row + d]);
     if (rotation.is_on) hadamard(x.data(), head_dim);
     const double norm = length(x);
     const double sum = std::accumulate(x.begin(), x.end(), 0.0);

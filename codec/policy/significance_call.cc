@@ -35,6 +35,9 @@ Status check(const SignificanceCall& p) {
   if (p.query_stride < 1 || p.query_stride > kMaxQueryStride) {
     return invalid("query_stride must be 1 to 4096");
   }
+  if (p.num_sequences == 0 && p.total_tokens > 0) {
+    return invalid("num_sequences is 0, but there are tokens");
+  }
   if (is_empty(p)) return Status::ok();
   if (p.q == nullptr || p.k == nullptr) return invalid("q or k is null");
   if (p.starts == nullptr && p.num_sequences != 1) {

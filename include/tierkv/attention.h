@@ -177,7 +177,8 @@ TKV_API const int32_t* attention_row_status(const AttentionConfig& config,
 // Joins two partial results over disjoint tokens (a window kept elsewhere, a shared prefix, draft
 // tokens):
 //   out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b),   lse = log(e^lse_a + e^lse_b).
-// A part with lse = -infinity has no tokens. Outputs may be the inputs.
+// A part with lse = -infinity has no tokens. Outputs may be the inputs. Here and below head_dim is
+// even and at most 4096, the dtype fp16 or bfloat16, and outputs are aligned to 4 bytes.
 struct AttentionPart {
   const void* out = nullptr;   // [rows, head_dim] of the dtype
   const float* lse = nullptr;  // [rows]

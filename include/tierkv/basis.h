@@ -22,7 +22,7 @@
 namespace tierkv {
 
 // The basis of one component of one (layer, kv_head). Means may be empty (none) in every kind but
-// kMean.
+// kMean and kMatrix.
 //
 //   kMean      T is the identity
 //   kHadamard  T = H diag(signs), orthonormal; a head_dim that is no power of two is cut into

@@ -149,8 +149,8 @@ class TKV_API ContainerReader {
   const std::vector<ChunkEntry>& chunks() const;
   // Index into chunks(), -1 where there is none.
   int64_t find(const ChunkKey& key) const;
-  // The payload of a chunk; kCorrupt where its checksum does not match. Any number of threads may
-  // read at once.
+  // The payload of a chunk; kCorrupt where its checksum does not match: then what `payload` holds
+  // is unspecified. Any number of threads may read at once.
   Status read(int64_t chunk, std::vector<uint8_t>* payload) const;
   // The same without a copy, of a container in memory: payload [chunks()[chunk].bytes].
   Status view(int64_t chunk, const uint8_t** payload) const;
@@ -168,7 +168,8 @@ struct ContainerModel {
   CacheLayout layout;
   int32_t num_sequences = 0;
   std::string preset, model_id, created_by;
-  // How keys were rotated: [1] for all layers or [num_layers]; empty: unknown.
+  // How keys were rotated: [1] for all layers or [num_layers]; empty: unknown. Layers share pairing
+  // and rotary_dims; frequencies of 0 are those of a layer that does not rotate.
   std::vector<Rope> rope;
 
   // Null where it is unknown.

@@ -44,10 +44,10 @@ struct TKV_API EngineConfig {
   bool rotate = true;                 // false: channels are stored as they are
   DType dtype = DType::kFloat16;      // kFloat16 or kBFloat16: keys, values, queries, outputs
   double sm_scale = 0;                // factor of q . k before the softmax
-  int32_t block_tokens = 64;          // a multiple of 16
+  int32_t block_tokens = 64;          // a multiple of 16, at most 1024; a page at most 1 MiB
   int32_t max_sequences = 0;          // of a batch
   int32_t max_queries = 1;            // of a sequence in a batch, at most kMaxQueryTokens
-  int32_t max_blocks = 0;             // of a sequence
+  int32_t max_blocks = 0;             // of a sequence, at most 65536
   int32_t sliding_window_tokens = 0;  // must be 0: refused by name
 
   // kInvalidArgument, kUnsupported with the field's name.
@@ -85,7 +85,9 @@ enum class EngineError : int32_t {
   kStraySlots,        // tokens whose slot lies outside the blocks; nothing is written
   kNonFiniteTokens,   // (token, kv_head) pairs with NaN or infinity; their slots are cleared
   kOutOfRangeTokens,  // (token, kv_head) pairs that the format cannot hold; likewise
-  kStrayBlocks,       // reads outside the block table or the blocks, which are left out
+  // What lies outside the block table or the blocks is left out: (sequence, kv_head) pairs of
+  // attention, (token, kv_head) pairs of decoding.
+  kStrayBlocks,
 };
 inline constexpr int32_t kEngineErrors = 4;
 
@@ -153,11 +155,14 @@ struct EngineAttend {
 TKV_API Status engine_attend(const EngineConfig& config, const EngineGrid& grid,
                              const EngineAttend& call, const AttentionWorkspace& workspace,
                              GpuStream stream);
-// Plans and attends, in double.
+// Plans and attends, in double. kCorrupt, and nothing is written, where a device would count
+// kStrayBlocks.
 TKV_API Status engine_attend_host(const EngineConfig& config, const EngineAttend& call);
 
 // Ranges of cached tokens: range i is the tokens first[i] .. of sequence sequences[i] of the table,
 // to the rows starts[i] .. starts[i + 1] - 1 of k and v. Tokens of blocks outside the layer are 0.
+// kInvalidArgument where count * max_tokens * num_kv_heads is 2^31 or more, on a device also for
+// more than 65535 ranges.
 struct EngineRanges {
   const int32_t* block_table = nullptr;  // [num_sequences, table_stride]
   int64_t table_stride = 0;

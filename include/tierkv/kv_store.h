@@ -53,12 +53,13 @@ class Engine;
 // Format "coded": a step per row times an eighth-octave exponent per token, Huffman-coded in blocks
 // of 64 positions (docs/reference/format.md, "Weighted blocks"). Keys are quantised before RoPE.
 struct TKV_API CodedFormat {
-  // k: the deviation of a logit that key steps aim at. v: value steps as a share of the token. 0:
-  // 0.55 and 0.5 with a profile's query energies, 0.33 and 0.28 without.
+  // k: the standard deviation of the error that key steps may cause in a logit. v: value steps as a
+  // fraction of the size of the token's value. Both at most 1024. 0: 0.55 and 0.5 with a profile's
+  // query energies, 0.33 and 0.28 without.
   double k = 0, v = 0;
   int32_t max_length = 10;       // bits of the longest code word, 8 to 14
   int32_t streams_per_lane = 2;  // 1 or 2
-  int32_t key_books = 1;         // codebooks of a layer's keys, 1 to 4
+  int32_t key_books = 1;         // codebooks of a layer's keys, 1 to 4; on a device 1
   // Tokens that leave the window at once: 16, 32 or 64. Smaller units keep fewer tokens raw, and
   // code the newest block of a row up to four times as it fills.
   int32_t unit_tokens = 16;
@@ -76,8 +77,10 @@ struct TKV_API TierClass {
   double share = 0;
 };
 struct TKV_API TiersFormat {
-  std::vector<TierClass> classes = {TierClass{}};  // 1 to 4; several need a profile or
-  std::vector<uint8_t> class_of_head;  // [num_layers * num_kv_heads], given; empty: by shares
+  std::vector<TierClass> classes = {TierClass{}};  // 1 to 4
+  // [num_layers * num_kv_heads]; empty: by the classes' shares and the profile's
+  // joint_sensitivity, which several classes then need.
+  std::vector<uint8_t> class_of_head;
   bool rotate_keys = true, rotate_values = true;  // by a Hadamard matrix, key means removed
 };
 
@@ -90,21 +93,25 @@ struct TKV_API ChannelFormat {
 using BodyFormat = std::variant<CodedFormat, TiersFormat, ChannelFormat>;
 
 struct TKV_API StoreConfig {
-  CacheLayout layout;      // dtype fp16 or bfloat16; head_dim 64, 96, 128 or 256
-  std::vector<Rope> rope;  // [1] of all layers or [num_layers]; empty: the profile's, or none
+  CacheLayout layout;  // dtype fp16 or bfloat16; head_dim 64, 96, 128 or 256
+  // [1] of all layers or [num_layers]; empty: the profile's, or none. Layers that rotate have the
+  // same pairing and rotary_dims.
+  std::vector<Rope> rope;
   BodyFormat format = CodedFormat{};
-  std::shared_ptr<const Profile> profile;  // null: none
-  std::vector<int32_t> raw_layers;         // these layers stay fp16; ascending
-  int32_t sink_tokens = 4;                 // 0 to 16
-  int32_t window_tokens = 64;              // kMaxStepTokens to 4096
-  // Everything that the store allocates for its sequences. With CodedFormat at most 64 GiB are
-  // pages.
+  std::shared_ptr<const Profile>
+      profile;                      // null: none. tkv_kv_config.profile gives one from a file
+  std::vector<int32_t> raw_layers;  // these layers stay fp16; ascending
+  int32_t sink_tokens = 4;          // 0 to 16
+  int32_t window_tokens = 64;       // kMaxStepTokens to 4096
+  // Everything that the store allocates for its sequences, at most 2^46. kOutOfRange with
+  // CodedFormat where more than 64 GiB would be pages.
   int64_t memory_bytes = 0;
-  int64_t page_bytes = 0;     // 0: the format's choice
-  int32_t max_sequences = 0;  // at once
-  int32_t max_tokens = 0;     // of a sequence
+  int64_t page_bytes = 0;     // a multiple of 128, at most 1 MiB; 0: the format's choice
+  int32_t max_sequences = 0;  // at once, at most 2^20
+  int32_t max_tokens = 0;     // of a sequence, at most 2^24
 
-  // kInvalidArgument, kUnsupported or kOutOfRange with the field's name.
+  // kInvalidArgument, kUnsupported or kOutOfRange with the field's name; kNonFinite for a
+  // profile's numbers.
   Status validate() const;
 };
 
@@ -191,10 +198,10 @@ class TKV_API KvStore final {
   // In host memory. kOutOfMemory where there is not as much as memory_bytes; kOutOfRange, naming
   // memory_bytes, where that is too little for max_sequences.
   static Result<std::unique_ptr<KvStore>> create(const StoreConfig& config);
-  // In the memory of the device that is current now; all pointers of calls lead there. Calls
-  // enqueue on `stream`, which must outlive the store. They wait only where they say so, or where
-  // what the host knows of free pages does not suffice. Exists where the library was built with
-  // CUDA.
+  // In the memory of the device that is current now; tensors, significances, lse, probabilities and
+  // sinks of calls lie there, ids and exported bytes in host memory. Calls enqueue on `stream`,
+  // which must outlive the store. They wait only where they say so, or where what the host knows of
+  // free pages does not suffice. Exists where the library was built with CUDA.
   //
   // Calls tell kOutOfPages and other refusals at once, as in host memory; kInvalidArgument where
   // the current device is another one. Kernels look at the values, and take_status() tells what
@@ -214,7 +221,8 @@ class TKV_API KvStore final {
   // captured: more than kMaxStepTokens queries of a sequence, probabilities, and several queries of
   // which a truncation has left the first in the body. For these the store decodes the tokens. It
   // takes memory for that out of the stream's pool (kOutOfMemory) and keeps it. kUnsupported for
-  // groups of more than 16 q heads.
+  // groups of more than 16 q heads, and with CodedFormat for several key_books and for slots
+  // (StoreUsage::slot_bytes * max_sequences) of more than 16 GiB.
   static Result<std::unique_ptr<KvStore>> create_device(const StoreConfig& config,
                                                         GpuStream stream);
   ~KvStore();
@@ -225,7 +233,9 @@ class TKV_API KvStore final {
   Result<SequenceId> add_sequence();
   // Announces `tokens` more tokens of each sequence. Every layer must have got all tokens that were
   // announced before. kOutOfRange beyond max_tokens. kOutOfPages with up to kMaxStepTokens tokens;
-  // longer chunks find out about pages in append().
+  // longer chunks find out about pages in append(). In host memory kOutOfRange also where a token
+  // that leaves the window does not fit the format, in append() for longer chunks; it stays so
+  // until truncate() takes that token away.
   Status begin(SequenceList sequences, int32_t tokens);
   // Once per layer and begin(). kNonFinite; kOutOfRange for a value beyond +-65504;
   // kInvalidArgument for a negative significance; kOutOfPages.
@@ -237,6 +247,7 @@ class TKV_API KvStore final {
 
   // A captured step of `tokens` tokens of these sequences will run once more. Counts as begin() and
   // every append(). kOutOfPages where the worst case does not fit, even if the step itself would.
+  // kUnsupported in host memory.
   Status note_replay(SequenceList sequences, int32_t tokens);
   // Waits for the device and gives the first failure that kernels have found since the last call.
   // Always kOk in host memory.

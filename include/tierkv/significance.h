@@ -44,12 +44,14 @@ enum class ScoreProducts : uint8_t { kAny, kMma, kWgmma };
 struct TKV_API SignificanceCall {
   const void* q = nullptr;  // dtype; token t, head h at t * q_token_stride + h * q_head_stride
   const void* k = nullptr;  // likewise; on a device both aligned to 16 bytes
-  // [num_sequences + 1] first token of each sequence, ascending; null: one sequence
+  // [num_sequences + 1] first token of each sequence, ascending; null: num_sequences is 1
   const int32_t* starts = nullptr;
-  int64_t q_token_stride = 0, q_head_stride = 0;  // elements; on a device multiples of 8
+  // Elements, at least head_dim; on a device multiples of 8.
+  int64_t q_token_stride = 0, q_head_stride = 0;
   int64_t k_token_stride = 0, k_head_stride = 0;
-  int32_t num_sequences = 0;
-  int32_t max_tokens = 0;    // of a sequence, at least
+  int32_t num_sequences = 0;  // on a device at most 65535
+  // On a device: at least the longest sequence's, at most total_tokens; those where starts is null.
+  int32_t max_tokens = 0;
   int32_t total_tokens = 0;  // of all
   int32_t num_q_heads = 0, num_kv_heads = 0;
   int32_t head_dim = 0;           // on a device 64, 96, 128 or 256

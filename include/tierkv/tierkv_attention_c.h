@@ -176,14 +176,15 @@ typedef struct tkv_significance_call {
   size_t struct_size;
   const void* q; /* dtype [total_tokens, num_q_heads, head_dim] */
   const void* k; /* dtype [total_tokens, num_kv_heads, head_dim] */
-  /* [num_sequences + 1] first token of each sequence, ascending; null: one sequence */
+  /* [num_sequences + 1] first token of each sequence, ascending; null: num_sequences is 1 */
   const int32_t* starts;
   int64_t q_token_stride;
   int64_t q_head_stride;
   int64_t k_token_stride;
   int64_t k_head_stride;
   int32_t num_sequences;
-  int32_t max_tokens; /* of a sequence, at least; the host calls do not look at it */
+  /* At least the longest sequence's, at most total_tokens; the host calls do not look at it. */
+  int32_t max_tokens;
   int32_t total_tokens;
   int32_t num_q_heads;
   int32_t num_kv_heads;

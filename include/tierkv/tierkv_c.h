@@ -201,7 +201,7 @@ typedef struct tkv_codebook_spec {
   size_t struct_size;
   tkv_component component;
   int32_t head_dim;         /* 1 to 4096 */
-  int32_t max_length;       /* bits of the longest code word, up to 14; 0: 12 */
+  int32_t max_length;       /* bits of the longest code word, 8 to 14; 0: 12 */
   int32_t streams_per_lane; /* 1 or 2; 0: 1 */
 } tkv_codebook_spec;
 
@@ -259,7 +259,8 @@ typedef struct tkv_sequence_info {
   const int32_t* tokens; /* [num_tokens] */
 } tkv_sequence_info;
 
-/* Reads header, index and sequences, and checks them. The file is kept open. */
+/* Reads header, index and sequences, and checks them. The file is kept open. TKV_UNSUPPORTED for
+ * what tkv_kv_export_sequence wrote: only a store imports it. */
 TKV_API tkv_status tkv_container_open(const char* path, tkv_container** container,
                                       tkv_error* error);
 /* The same for a container in memory, which is copied; `name` stands for the path in messages. */

@@ -2,9 +2,8 @@
 /* tierkv for serving engines in C: compressed KV blocks behind block tables of the engine's own.
  *
  * Use it where an engine (vLLM and others) owns memory, block tables and slot mappings. A block is
- * block_tokens tokens of one layer, 64 by default; it holds a page for every kv_head, page id =
- * block * num_kv_heads + kv_head. include/tierkv/engine.h says what the calls do; here they are in
- * C.
+ * block_tokens tokens of one layer, 64 by default; it holds a page for every kv_head, one behind
+ * the other. include/tierkv/engine.h says what the calls do; here they are in C.
  *
  *   tkv_engine_config config = {.struct_size = sizeof config, .num_q_heads = 32, .num_kv_heads = 8,
  *     .head_dim = 128, .k_bits = 4, .v_bits = 4, .max_sequences = 256, .max_blocks = 128};

@@ -37,11 +37,11 @@ typedef struct tkv_rope {
 /* Entropy-coded weighted steps. Zeros are the defaults. */
 typedef struct tkv_coded_format {
   size_t struct_size;
-  double k; /* deviation of a logit that key steps aim at; 0: 0.55, without a profile 0.33 */
-  double v; /* share of a token that value steps are; 0: 0.5, without a profile 0.28 */
+  double k;                 /* 0: 0.55, without query energies of a profile 0.33; kv_store.h */
+  double v;                 /* 0: 0.5, without query energies of a profile 0.28 */
   int32_t max_length;       /* bits of the longest code word, 8 to 14; 0: 10 */
   int32_t streams_per_lane; /* 1 or 2; 0: 2 */
-  int32_t key_books;        /* codebooks of a layer's keys, 1 to 4; 0: 1 */
+  int32_t key_books;        /* codebooks of a layer's keys, 1 to 4, on a device 1; 0: 1 */
 } tkv_coded_format;
 
 /* A class of heads. */
@@ -98,7 +98,8 @@ typedef struct tkv_kv_config {
 /* Everything is checked; the arrays of the config are copied. */
 TKV_API tkv_status tkv_kv_create(const tkv_kv_config* config, tkv_kv_store** store,
                                  tkv_error* error);
-/* In device memory: pointers of calls lead there, and they run on `stream`, a cudaStream_t that
+/* In device memory: k, v, q, out, significance, lse, probabilities and sinks of calls lie there,
+ * sequence ids and exported bytes in host memory. Calls run on `stream`, a cudaStream_t that
  * outlives the store. TKV_UNSUPPORTED where the library was built without CUDA. */
 TKV_API tkv_status tkv_kv_create_device(const tkv_kv_config* config, void* stream,
                                         tkv_kv_store** store, tkv_error* error);

@@ -47,8 +47,14 @@ Status check_rope(const StoreConfig& config) {
   if (count > 1 && count != static_cast<size_t>(config.layout.num_layers)) {
     return invalid("rope: one of all layers, or num_layers");
   }
+  const Rope* rotated = nullptr;
   for (const Rope& rope : config.rope) {
     if (Status s = rope.validate(config.layout.head_dim); !s) return s.with_context("rope");
+    if (rope.pairing == RopePairing::kNone) continue;
+    if (rotated == nullptr) rotated = &rope;
+    if (rope.pairing != rotated->pairing || rope.rotary_dims != rotated->rotary_dims) {
+      return invalid("rope: layers that rotate differ in pairing or rotary_dims");
+    }
   }
   return Status::ok();
 }
@@ -125,7 +131,13 @@ Result<StoreLayout> store_layout(const StoreConfig& config, const RowFormat& for
   at.allocator.table.num_sequences = config.max_sequences;
   at.allocator.table.rows_per_sequence = sizes.rows_per_layer * config.layout.num_layers;
   at.allocator.num_pages = 1;
-  if (Status s = at.allocator.validate(); !s) return s;
+  if (Status s = at.allocator.validate(); !s) return s.with_context("max_sequences, num_layers");
+  if (at.slot_bytes > config.memory_bytes / config.max_sequences) {
+    return Status(StatusCode::kOutOfRange,
+                  "memory_bytes: " + std::to_string(config.memory_bytes) +
+                      " is too little; each of " + std::to_string(config.max_sequences) +
+                      " sequences takes " + std::to_string(at.slot_bytes) + " without its pages");
+  }
   const auto fixed = static_cast<int64_t>(allocator_bytes(at.allocator).total);
   const int64_t per_page = sizes.page_bytes + 28;  // ring, record, mark
   const int64_t left = config.memory_bytes - fixed - at.slot_bytes * config.max_sequences;

@@ -137,6 +137,9 @@ TEST_F(CapiSignificance, BadCallsAreRefusedByName) {
   make_call({9, 3}, 1);
   call_.q = nullptr;
   refused(TKV_INVALID_ARGUMENT, "q or k");
+  call_.num_sequences = 0;
+  refused(TKV_INVALID_ARGUMENT, "num_sequences");
+  call_.num_sequences = 2;
   call_.starts = nullptr;
   refused(TKV_INVALID_ARGUMENT, "starts is null");
   call_.lse = call_.significance = nullptr;

@@ -123,9 +123,11 @@ TEST_F(ReflectionTest, MeansOfZerosReflectNothing) {
   EXPECT_EQ(x, given);
   for (const float bad : {NAN, INFINITY}) {
     mean[100] = bad;
+    std::fill(w.begin(), w.end(), 7.0f);
     const Status s = key_reflections(hadamard_rotation(96), mean.data(), 2, 96, w.data());
     EXPECT_EQ(s.code(), StatusCode::kNonFinite);
     EXPECT_NE(s.message().find("kv_head 1"), std::string::npos) << s.message();
+    EXPECT_EQ(w, std::vector<float>(w.size(), 7.0f));
   }
 }
 

@@ -33,6 +33,12 @@ TEST(OneStoreConfig, RefusesByName) {
       {"raw_layers", [](StoreConfig* c) { c->raw_layers = {2}; }},
       {"rope", [](StoreConfig* c) { c->rope.resize(3); }},
       {"rope", [](StoreConfig* c) { c->rope[0].inv_freq[0] = -1; }},
+      {"rope: layers",
+       [](StoreConfig* c) {
+         c->rope.resize(2, c->rope[0]);
+         c->rope[1].pairing = RopePairing::kNeighbours;
+       }},
+      {"rope: layers", [](StoreConfig* c) { c->rope.push_back(Rope::plain(10000, 32)); }},
       {"format.k", [](StoreConfig* c) { c->format = CodedFormat{.k = -1}; }},
       {"format.k", [](StoreConfig* c) { c->format = CodedFormat{.v = NAN}; }},
       {"max_length", [](StoreConfig* c) { c->format = CodedFormat{.max_length = 15}; }},

@@ -98,6 +98,25 @@ TEST_F(SequenceTransfer, LongSequencesIntoMemoryOfTheCaller) {
   }
 }
 
+TEST_F(SequenceTransfer, OfLayersThatDoNotRotate) {
+  for (const int32_t plain : {0, 1}) {
+    StoreConfig config = make_config({});
+    config.rope.resize(static_cast<size_t>(config.layout.num_layers), config.rope[0]);
+    config.rope[static_cast<size_t>(plain)] = Rope();
+    const Feed feed(config.layout, 400, &rng_);
+    OneSequence from(config, feed, 400);
+    const std::vector<uint8_t> bytes = from.bytes();
+    OpenStore same(config);
+    const Result<SequenceId> id = same.engine->import_sequence(bytes.data(), bytes.size());
+    ASSERT_TRUE(id) << id.status().message();
+    EXPECT_EQ(*same.engine->export_sequence(*id), bytes);
+    config.rope[static_cast<size_t>(plain)] = config.rope[static_cast<size_t>(1 - plain)];
+    OpenStore other(config);
+    EXPECT_EQ(other.engine->import_sequence(bytes.data(), bytes.size()).status().code(),
+              StatusCode::kInvalidArgument);
+  }
+}
+
 TEST_F(SequenceTransfer, RefusesOtherStores) {
   const StoreConfig config = make_config({});
   const Feed feed(config.layout, 400, &rng_);

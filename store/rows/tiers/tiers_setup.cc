@@ -164,6 +164,10 @@ Status TiersRows::prepare() {
         most(table.table_slots[0],
              worst_case_pages(config_.max_tokens, c.layout[0].tokens, c.layout[1].tokens));
   }
+  if (table.table_slots[0] > kMaxTableSlots) {
+    return invalid("max_tokens: a layer may take " + std::to_string(table.table_slots[0]) +
+                   " pages, a table has " + std::to_string(kMaxTableSlots));
+  }
   return Status::ok();
 }
 
