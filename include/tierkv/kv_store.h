@@ -98,8 +98,9 @@ struct TKV_API StoreConfig {
   // same pairing and rotary_dims.
   std::vector<Rope> rope;
   BodyFormat format = CodedFormat{};
-  std::shared_ptr<const Profile>
-      profile;                      // null: none. tkv_kv_config.profile gives one from a file
+  // null: none. No public C++ call makes one: other programs give a profile to a store in C, by
+  // tkv_kv_config.profile.
+  std::shared_ptr<const Profile> profile;
   std::vector<int32_t> raw_layers;  // these layers stay fp16; ascending
   int32_t sink_tokens = 4;          // 0 to 16
   int32_t window_tokens = 64;       // kMaxStepTokens to 4096
