@@ -98,12 +98,10 @@ struct TKV_API StoreConfig {
   // same pairing and rotary_dims.
   std::vector<Rope> rope;
   BodyFormat format = CodedFormat{};
-  // null: none. No public C++ call makes one: other programs give a profile to a store in C, by
-  // tkv_kv_config.profile.
-  std::shared_ptr<const Profile> profile;
-  std::vector<int32_t> raw_layers;  // these layers stay fp16; ascending
-  int32_t sink_tokens = 4;          // 0 to 16
-  int32_t window_tokens = 64;       // kMaxStepTokens to 4096
+  std::shared_ptr<const Profile> profile;  // of make_profile(), tierkv/profile.h; null: none
+  std::vector<int32_t> raw_layers;         // these layers stay fp16; ascending
+  int32_t sink_tokens = 4;                 // 0 to 16
+  int32_t window_tokens = 64;              // kMaxStepTokens to 4096
   // Everything that the store allocates for its sequences, at most 2^46. kOutOfRange with
   // CodedFormat where more than 64 GiB would be pages.
   int64_t memory_bytes = 0;

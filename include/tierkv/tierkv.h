@@ -3,6 +3,7 @@
 //
 // Where to look for what:
 //   kv_store.h           the cache of many sequences, from prompt to attention, on host or GPU
+//   profile.h            statistics of a model, for a store
 //   format.h, policy.h   what a compressed token looks like, and which tier a token belongs to
 //   page.h, codec.h      tokens into unified pages and back, on the host
 //   allocator.h          which page belongs to which row of which sequence
@@ -36,6 +37,7 @@
 #include "tierkv/layout.h"
 #include "tierkv/page.h"
 #include "tierkv/policy.h"
+#include "tierkv/profile.h"
 #include "tierkv/sequence.h"
 #include "tierkv/significance.h"
 #include "tierkv/status.h"

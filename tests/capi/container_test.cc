@@ -311,6 +311,42 @@ TEST_F(CapiContainer, ProfilesAreWrittenAndRead) {
   tkv_profile_destroy(profile);
 }
 
+TEST_F(CapiContainer, ProfilesServeStoresInCpp) {
+  tkv_profile* file = nullptr;
+  ASSERT_EQ(tkv_profile_open(TIERKV_SOURCE_DIR "/datasets/smollm2_1k_profile.h5", &file, &error_),
+            TKV_OK)
+      << error_.message;
+  tkv_profile_data data = make<tkv_profile_data>();
+  ASSERT_EQ(tkv_profile_get_data(file, &data, &error_), TKV_OK);
+  const Result<std::shared_ptr<const Profile>> profile = make_profile(data);
+  ASSERT_TRUE(profile) << profile.status().message();
+  std::vector<float> means(data.key_mean,
+                           data.key_mean + data.num_layers * data.num_kv_heads * data.head_dim);
+  means.back() = NAN;
+  data.key_mean = means.data();
+  EXPECT_EQ(make_profile(data).status().code(), StatusCode::kNonFinite);
+  data.key_mean = nullptr;
+  EXPECT_EQ(make_profile(data).status().code(), StatusCode::kInvalidArgument);
+  StoreConfig config;
+  config.layout.num_layers = data.num_layers;
+  config.layout.num_q_heads = data.num_q_heads;
+  config.layout.num_kv_heads = data.num_kv_heads;
+  config.layout.head_dim = data.head_dim;
+  config.layout.sm_scale = data.sm_scale;
+  tkv_profile_destroy(file);
+  TiersFormat format;
+  format.classes = {TierClass{}, TierClass{}};  // by sensitivities of the profile
+  format.classes[0].share = 0.1;
+  config.format = format;
+  config.max_sequences = 1;
+  config.max_tokens = 256;
+  config.memory_bytes = int64_t{1} << 26;
+  EXPECT_EQ(KvStore::create(config).status().code(), StatusCode::kInvalidArgument);
+  config.profile = *profile;
+  const auto store = KvStore::create(config);
+  EXPECT_TRUE(store) << store.status().message();
+}
+
 TEST_F(CapiContainer, BadProfilesAreNotWritten) {
   const std::string path = (folder_ / "bad.h5").string();
   const struct {
