@@ -24,7 +24,7 @@ struct LocalMemory {
                  : "memory");
     return x;
   }
-  // Word i of all.
+  // The 32-bit word i: each uint4 has four.
   __device__ __forceinline__ uint32_t word(int i) const {
     uint32_t x;
     asm volatile("ld.local.u32 %0, [%1];"

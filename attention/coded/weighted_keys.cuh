@@ -108,8 +108,8 @@ struct WeightedKeys : WeightedRun<kDimBlocks, Code> {
     }
   }
 
-  // Where the turns of dim block f are in tables of part of a head: they hold the turns of both
-  // dims of a pair where they have room.
+  // The place of dim block f's turns in a table for part of a head. If the table has room, it
+  // repeats the turns of the first dims of the pairs for the second dims.
   __device__ __forceinline__ int32_t turns_at(int32_t f) const {
     const int32_t half = call.weighted.pairs / kDimBlock;
     return 4 * call.weighted.pairs > kHeadDim && f >= half ? f - half : f;

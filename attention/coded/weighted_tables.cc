@@ -29,16 +29,17 @@ void put_turns(RopePairing pairing, int32_t dim, const TurnOf& turn, std::vector
   }
 }
 
-// For kHalves, of as many dim blocks as half of the head has: both dims of a pair turn alike.
+// How many dim blocks a table covers. With kHalves half of the head is enough, because both dims of
+// a pair turn alike.
 int32_t turned_blocks(RopePairing pairing, int32_t head_dim) {
   return head_dim / (pairing == RopePairing::kHalves ? 2 * kDimBlock : kDimBlock);
 }
 
-// The pair whose turn stands at `pair` of a table. Halves of part of the head stand there twice,
-// as far as there is room: for each of their dims.
-int32_t pair_at(const RopeTable& rope, int32_t pair) {
-  const bool again = rope.pairing == RopePairing::kHalves && pair >= rope.pairs;
-  return again && pair < 2 * rope.pairs ? pair - rope.pairs : pair;
+// The pair whose turn is entry `i` of a table. Where halves of part of the head leave room, the
+// turns of their first dims are followed by the same turns for their second dims.
+int32_t pair_at(const RopeTable& rope, int32_t i) {
+  const bool is_second = rope.pairing == RopePairing::kHalves && i >= rope.pairs;
+  return is_second && i < 2 * rope.pairs ? i - rope.pairs : i;
 }
 
 // Per (tile, dim block, lane, register). For kHalves, the first two registers of all lanes come

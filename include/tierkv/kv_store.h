@@ -98,7 +98,7 @@ struct TKV_API StoreConfig {
   // same pairing and rotary_dims.
   std::vector<Rope> rope;
   BodyFormat format = CodedFormat{};
-  std::shared_ptr<const Profile> profile;  // of make_profile(), tierkv/profile.h; null: none
+  std::shared_ptr<const Profile> profile;  // tierkv/profile.h makes one; null: none
   std::vector<int32_t> raw_layers;         // these layers stay fp16; ascending
   int32_t sink_tokens = 4;                 // 0 to 16
   int32_t window_tokens = 64;              // kMaxStepTokens to 4096

@@ -12,9 +12,9 @@ namespace tierkv {
 
 struct Profile;
 
-// Of numbers in host memory, which are copied: those that tkv_profile_open() and
-// tkv_profile_get_data() (tierkv_dumps_c.h) read from a file, or the program's own.
-// kInvalidArgument or kNonFinite with the field's name.
+// Copies the numbers, which lie in host memory. tkv_profile_open() and tkv_profile_get_data()
+// (tierkv_dumps_c.h) read them from a file. Errors: kInvalidArgument and kNonFinite; the message
+// names the field.
 TKV_API Result<std::shared_ptr<const Profile>> make_profile(const tkv_profile_data& data);
 
 }  // namespace tierkv

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels could not do, in vLLM's log."""
+"""Writes into vLLM's log what the kernels could not do."""
 # torch is not installed where types are checked.
 # mypy: disable-error-code=import
 from __future__ import annotations
