@@ -4,6 +4,7 @@
 #include "capi/buffer.h"
 #include "capi/profile_data.h"
 #include "capi/tier_format.h"
+#include "tierkv/profile.h"
 #include "tierkv/tierkv_kv_c.h"
 
 struct tkv_kv_store {
@@ -104,9 +105,9 @@ Status read_config(const tkv_kv_config* in, StoreConfig* out) {
   if (Status s = read_rope(c.rope, out->layout, &out->rope); !s) return s;
   if (Status s = read_format(c, &out->format); !s) return s;
   if (c.profile != nullptr) {
-    auto profile = std::make_shared<Profile>();
-    if (Status s = read_profile_data(c.profile, profile.get()); !s) return s;
-    out->profile = std::move(profile);
+    Result<std::shared_ptr<const Profile>> profile = make_profile(*c.profile);
+    if (!profile) return profile.status();
+    out->profile = std::move(*profile);
   }
   if (c.num_raw_layers < 0 || c.num_raw_layers > c.num_layers) {
     return invalid("num_raw_layers must be 0 to num_layers");
