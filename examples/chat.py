@@ -15,11 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tierkv.hf import TierCache
 
 
-def reply(model, tokenizer, messages, cache, max_new_tokens):
-    """The model reads what is new of the conversation; the rest is in the cache."""
+def reply(model, tokenizer, messages, cache, read, max_new_tokens):
+    """The model reads what is new of the conversation; the rest is in the cache. read: the tokens that the model has read or written."""
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(model.device)
+    tokens = inputs["input_ids"][0].tolist()
+    # A template may write earlier turns otherwise than they were said: from there on the model reads them again.
+    same = next((i for i, (a, b) in enumerate(zip(tokens[:-1], read)) if a != b), min(len(tokens) - 1, len(read)))
+    if same < cache.get_seq_length():
+        cache.crop(same - cache.get_seq_length())
     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    return tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True).strip()
+    read[:] = out[0].tolist()
+    return tokenizer.decode(out[0, len(tokens):], skip_special_tokens=True).strip()
 
 
 def main():
@@ -37,13 +43,13 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float16 if device == "cuda" else torch.float32,
                                                  attn_implementation="tierkv").to(device).eval()
     cache = TierCache(a.format, profile=a.profile, max_tokens=a.max_tokens)
-    messages = []
+    messages, read = [], []
     turns = iter(a.say) if a.say else iter(lambda: input("> "), "")
     for text in turns:
         if a.say:
             print(">", text)
         messages.append({"role": "user", "content": text})
-        answer = reply(model, tokenizer, messages, cache, a.reply_tokens)
+        answer = reply(model, tokenizer, messages, cache, read, a.reply_tokens)
         messages.append({"role": "assistant", "content": answer})
         print(answer)
         print(f"[{cache.get_seq_length()} tokens: {cache.bytes_held / 2**20:.2f} MiB held, {cache.raw_bytes / 2**20:.2f} MiB in 16 bits]")

@@ -15,6 +15,7 @@ A model on a GPU is served on one GPU and stream, those of the first token; a mo
 """
 from __future__ import annotations
 
+import copy
 import importlib
 from dataclasses import dataclass
 from typing import Any, List, Optional, Tuple, Union
@@ -43,6 +44,7 @@ HALVES = ("apertus", "arcee", "gemma", "gpt_neox", "granite", "granitemoe", "hun
 NEIGHBOURS = ("cohere", "ernie4_5", "glm", "glm4", "helium")
 HEAD_DIMS = (64, 96, 128, 256)
 STEP_TOKENS = 8  # so many tokens attend to the compressed cache; more decode it first
+STEPS_BETWEEN_LOOKS = 16  # for failures that kernels found; a look waits for the GPU
 
 Tensor = Any
 
@@ -85,7 +87,9 @@ class _Pass:
 
     new: List[int]  # tokens of each sequence, padding left out
     seen: List[int]  # tokens before them
-    step: Optional[_Step]
+    opened: bool  # the sequences are new
+    batch: Batch  # what the cache's becomes with the last layer
+    step: Optional[_Step] = None
     layer: int = 0  # that comes next
 
 
@@ -104,10 +108,14 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._stride = significance_stride
         self._store: Optional[KvStore] = None
         self._device: Any = None
+        self._model: Any = None  # the configuration that the store was last found to fit
+        self._shape: Tuple[Any, ...] = ()  # what the store depends on of it
         self._ids: List[int] = []
-        self._batch = Batch()
-        self._pass: Optional[_Pass] = None
+        self._batch = Batch()  # of whole passes
+        self._pass: Optional[_Pass] = None  # that has begun and not ended
         self._waits = False  # update() has got tokens that the attention function has not seen
+        self._steps = 0  # since the last look for failures
+        self._failure: Optional[TierkvError] = None  # tokens of the cache are not what they were
 
     # ---- What users ask ----
 
@@ -133,7 +141,11 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         """Gives the memory back; the cache is then empty."""
         if self._store is not None:
             self._store.close()
-        self._store, self._ids, self._batch = None, [], Batch()
+        self._store, self._model = None, None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ids, self._batch, self._pass, self._waits, self._failure = [], Batch(), None, False, None
 
     # ---- What transformers asks ----
 
@@ -178,12 +190,15 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
                 self.store.release(id)
             except StaleSequenceError:  # a choice of rows failed behind its release
                 pass
-        self._ids, self._batch, self._waits = [], Batch(), False
+        if self._store is not None:
+            self._look()  # so that no failure is told to the next sequences
+        self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """A negative number removes so many positions, padding included; a positive one keeps so many, all where there are fewer. OutOfPagesError,
         where sequences share pages: some may then be cropped and others not; the call can be repeated."""
-        length = min(tokens_to_remove, self._batch.length) if tokens_to_remove > 0 else self._batch.length + tokens_to_remove
+        self._drop_pass()
+        length = min(tokens_to_remove, self._batch.length) if tokens_to_remove > 0 else max(0, self._batch.length + tokens_to_remove)
         for id, tokens in zip(self._ids, self._batch.tokens(length)):
             if self.store.num_tokens(id) > tokens:
                 self.store.truncate(id, tokens)
@@ -200,9 +215,9 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._select([i for i in range(len(self._ids)) for _ in range(repeats)])
 
     def _select(self, chosen: List[int]) -> None:
-        if not self._ids and not chosen:
-            return
-        self._choose(chosen)
+        self._drop_pass()
+        if self._ids or chosen:
+            self._choose(chosen)
 
     def _choose(self, chosen: List[int]) -> None:
         """Rows that stay keep their sequence; the others are forks, which share its pages. OutOfRangeError: nothing changed. OutOfPagesError: nor
@@ -238,57 +253,85 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scaling: float) -> Tensor:
         """q [batch, heads, tokens, head_dim], k and v likewise; the output is [batch, tokens, heads, head_dim]."""
-        self._waits = False
         if torch.is_grad_enabled() and q.requires_grad:
             raise UnsupportedError("TierCache: gradients; use torch.no_grad() or torch.inference_mode()")
-        if module.layer_idx == 0:
+        layer = module.layer_idx
+        if layer == 0:
             self._begin(module, q, k, mask, scaling)
-        now = self._pass
-        assert now is not None and now.layer == module.layer_idx
+        now, config = self._pass, self.store.config
+        if now is None or now.layer != layer:
+            raise InvalidArgumentError(f"TierCache: layer {layer} does not follow on the layers before it")
+        if scaling != config.sm_scale:
+            raise UnsupportedError(f"TierCache: layer {layer} scales its scores by {scaling}, the first by {config.sm_scale}")
+        is_last = layer == config.num_layers - 1
         try:
             if now.step is not None:
-                out = now.step.run(module.layer_idx, q, k, v)
+                out = now.step.run(layer, q, k, v)
             else:
-                out = self._attend_raw(module.layer_idx, q, k, v, scaling)
-                self._append(module.layer_idx, k, v, q, scaling)
-                if module.layer_idx == self.store.config.num_layers - 1:
+                out = self._attend_raw(layer, q, k, v, scaling)
+                self._append(layer, k, v, q, scaling)
+                if is_last:
                     self.store.take_status()  # a GPU tells of values beyond fp16 here alone
-        except Exception:
-            for id, tokens in zip(self._ids, now.seen):
-                self.store.truncate(id, tokens)
-            self._batch.crop(self._batch.length - q.shape[2])
+        except BaseException:
+            self._drop_pass()
             raise
         now.layer += 1
+        if is_last:
+            self._batch, self._pass = now.batch, None
+            self._steps += now.step is not None
         return out
 
     def _begin(self, module: Any, q: Tensor, k: Tensor, mask: Optional[Tensor], scaling: float) -> None:
-        if self._store is None:
-            self._open(module.config, q, k, scaling)
-        elif q.device != self._device:
+        self._drop_pass()
+        if module.config is not self._model:
+            self._fit(module.config, q, k, scaling)
+        if q.device != self._device:
             raise ArgumentTypeError(f"TierCache: the model is on {q.device}, but the first token was on {self._device}")
-        elif q.is_cuda and torch.cuda.current_stream(q.device).cuda_stream != self._store.stream:
+        if q.is_cuda and torch.cuda.current_stream(q.device).cuda_stream != self.store.stream:
             raise InvalidArgumentError("TierCache: the current CUDA stream is not that of the first token")
         rows, tokens = q.shape[0], q.shape[2]
         seen = self._batch.tokens() or [0] * rows
-        before = (self._batch.length, list(self._batch.pads))
-        new = self._batch.extend(rows, tokens, None if mask is None else mask.cpu().numpy())
-        opened = not self._ids
+        # Rows that hold tokens get no padding.
+        is_step = tokens <= STEP_TOKENS and min(seen) > 0
+        if self._ids and (not is_step or self._steps >= STEPS_BETWEEN_LOOKS):
+            self._failure = self._failure or self._look()
+        if self._failure is not None:
+            raise type(self._failure)(f"TierCache: {self._failure}, and tokens of this cache are zeros since; reset() empties it")
+        batch = copy.deepcopy(self._batch)
+        new = batch.extend(rows, tokens, None if mask is None else mask.cpu().numpy())
+        self._pass = _Pass(new, seen, not self._ids, batch)
         try:
             while len(self._ids) < rows:
                 self._ids.append(self.store.add_sequence())
             for row in groups(new):
                 self.store.begin([self._ids[i] for i in row], new[row[0]])
-        except Exception:
-            for id, tokens in zip(self._ids, seen):
-                self.store.truncate(id, tokens)
-                if opened:
-                    self.store.release(id)
-            self._ids = [] if opened else self._ids
-            self._batch.length, self._batch.pads = before
+        except BaseException:
+            self._drop_pass()
             raise
-        # Rows that hold tokens get no padding.
-        is_step = tokens <= STEP_TOKENS and min(seen) > 0
-        self._pass = _Pass(new, seen, _Step(self.store, self._ids, tokens, self._stride > 0, self._device) if is_step else None)
+        if is_step:
+            self._pass.step = _Step(self.store, self._ids, tokens, self._stride > 0, self._device)
+
+    def _drop_pass(self) -> None:
+        """Takes back what a pass that did not end has done to the store."""
+        now = self._pass
+        if now is None:
+            return
+        for id, tokens in zip(self._ids, now.seen):
+            self.store.truncate(id, tokens)
+            if now.opened:
+                self.store.release(id)
+        if now.opened:
+            self._ids = []
+        self._pass = None
+
+    def _look(self) -> Optional[TierkvError]:
+        """The first failure that kernels have found since the last look. Waits for the GPU."""
+        self._steps = 0
+        try:
+            self.store.take_status()
+        except TierkvError as failure:
+            return failure
+        return None
 
     def _append(self, layer: int, k: Tensor, v: Tensor, q: Tensor, scaling: float) -> None:
         """Many tokens, and which of them are important."""
@@ -320,16 +363,24 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             out[i, -n:] = _sdpa(queries, keys, values, scaling, visible)[0]
         return out
 
-    def _open(self, config: Any, q: Tensor, k: Tensor, scaling: float) -> None:
+    def _fit(self, config: Any, q: Tensor, k: Tensor, scaling: float) -> None:
+        """Makes the store of a model, unless there is one. InvalidArgumentError where the cache holds tokens of another model."""
         rope = check_model(config, q.shape[3])
-        if self._profile is not None and self._profile.rope is not None:
-            rope = _profile_rope(self._profile.rope, rope)
-        self._store = KvStore(StoreConfig(
-            num_layers=config.num_hidden_layers, num_q_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3], sm_scale=scaling,
-            dtype="bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
-            max_tokens=self._max_tokens, max_sequences=max(self._max_sequences, q.shape[0]), memory_bytes=self._memory_bytes),
-            stream=torch.cuda.current_stream(q.device) if q.is_cuda else None)
-        self._device = q.device
+        shape = (config.num_hidden_layers, q.shape[1], k.shape[1], q.shape[3], scaling, rope.pairing, rope.dims, rope.inv_freq.tobytes())
+        if self._store is not None and shape != self._shape:
+            if self._ids:
+                raise InvalidArgumentError("TierCache: the cache holds tokens of another model; reset() empties it")
+            self.close()
+        if self._store is None:
+            if self._profile is not None and self._profile.rope is not None:
+                rope = _profile_rope(self._profile.rope, rope)
+            self._store = KvStore(StoreConfig(
+                num_layers=config.num_hidden_layers, num_q_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3], sm_scale=scaling,
+                dtype="bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
+                max_tokens=self._max_tokens, max_sequences=max(self._max_sequences, q.shape[0]), memory_bytes=self._memory_bytes),
+                stream=torch.cuda.current_stream(q.device) if q.is_cuda else None)
+            self._device = q.device
+        self._model, self._shape = config, shape
 
 
 def check_model(config: Any, head_dim: int) -> Rope:
@@ -365,17 +416,19 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
               dropout: float = 0.0, **kwargs: Any) -> Tuple[Tensor, None]:
     """The attention function: through the TierCache that the keys came from, without one by torch. Causal, but for modules without a cache
     that say otherwise."""
+    cache: Optional[TierCache] = getattr(key, "tierkv_cache", None)
+    if cache is not None:
+        cache._waits = False
     for extra in ("softcap", "s_aux", "position_bias", "sliding_window"):
         if kwargs.get(extra) is not None:
             raise UnsupportedError(f"{type(module).__name__}: attention with {extra}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if isinstance(attention_mask, _OtherMask):
-        raise UnsupportedError(f"{type(module).__name__}: a mask that is more than causal and padding")
+        raise UnsupportedError(f"{type(module).__name__}: a mask that is more than causal and padding, or a static cache")
     given = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if given is None else given)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UnsupportedError(f"{type(module).__name__}: a mask of {attention_mask.dim()} dimensions; only padding [batch, positions] is taken")
-    cache: Optional[TierCache] = getattr(key, "tierkv_cache", None)
     if cache is not None:
         if not causal:
             raise UnsupportedError(f"TierCache: {type(module).__name__} is not causal")
@@ -392,13 +445,17 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
 
 
 class _OtherMask:
-    """Of sliding windows, packed sequences, prefixes that see each other. The attention function refuses it: models also make masks that no
-    layer takes."""
+    """Of sliding windows, packed sequences, prefixes that see each other, caches with room behind the newest token. The attention function
+    refuses it: models also make masks that no layer takes."""
 
 
 def mask(batch_size: int, *args: Any, attention_mask: Optional[Tensor] = None, **kwargs: Any) -> Any:
     """What the attention function gets as a mask: the padding, [batch, positions], or None."""
-    if kwargs.get("mask_function") not in (None, masking.causal_mask_function, masking.bidirectional_mask_function):
+    function, offset = kwargs.get("mask_function"), kwargs.get("q_offset", 0)
+    if function not in (None, masking.causal_mask_function, masking.bidirectional_mask_function):
+        return _OtherMask()
+    ends_with_query = isinstance(offset, int) and offset + kwargs["q_length"] == kwargs["kv_length"]
+    if function is not masking.bidirectional_mask_function and not ends_with_query:
         return _OtherMask()
     return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 

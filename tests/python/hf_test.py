@@ -9,7 +9,8 @@ try:
     import torch
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
-    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ImportError("transformers is older than 5")
@@ -26,6 +27,10 @@ SHAPE = dict(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_
              num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, pad_token_id=0, eos_token_id=None, bos_token_id=None)
 # A store rounds to fp16 what is float32 here: 2^-11 of keys, values and outputs, over two layers. Logits are of order 1.
 RAW = 0.02
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
 
 
 def model_of(kind, config):
@@ -106,9 +111,49 @@ class Generation(unittest.TestCase):
         self.assertEqual((cache.get_seq_length(), cache.store.num_tokens(cache._ids[0])), (40, 40))
         again = self.logits(cache, [more])
         self.assert_near(again[0], self.logits(DynamicCache(), [first, more])[1])
+        cache.crop(-100)
+        self.assertEqual((cache.get_seq_length(), cache.store.num_tokens(cache._ids[0])), (0, 0))
+        self.assert_near(self.logits(cache, [more]), self.logits(DynamicCache(), [more]))
         cache.reset()
         self.assertEqual(cache.get_seq_length(), 0)
         self.assert_near(self.logits(cache, [first])[0], self.logits(DynamicCache(), [first])[0])
+
+    def test_another_model_after_reset(self):
+        shallow = model_of(LlamaForCausalLM, lambda **shape: LlamaConfig(**{**shape, "num_hidden_layers": 1}))
+        scaled = model_of(GraniteForCausalLM, lambda **shape: GraniteConfig(**shape, attention_multiplier=1.0))
+        passes = [self.ids(1, 20), self.ids(1, 1)]
+        cache = TierCache(max_tokens=64)
+        for model in (self.model, shallow, scaled, self.model):
+            exact = self.logits(DynamicCache(), passes, model=model)
+            self.assert_near(self.logits(cache, passes, model=model), exact, RAW * max(1.0, float(exact.abs().max())))
+            other = scaled if model is not scaled else shallow
+            with self.assertRaisesRegex(ValueError, "another model"):
+                self.logits(cache, [self.ids(1, 1)], model=other)
+            cache.reset()
+
+    def test_a_pass_that_is_interrupted(self):
+        """Between layers, where no call of the cache can tell."""
+        layer = self.model.model.layers[0].mlp
+        for more in (1, 20):
+            passes = [self.ids(1, 30), self.ids(1, more)]
+            cache, first = TierCache(max_tokens=128), TierCache(max_tokens=128)
+            self.logits(cache, passes[:1])
+            for interrupted, ids, length in ((cache, passes[1], 30), (first, passes[0], 0)):
+                hook = layer.register_forward_hook(interrupt)
+                for _ in range(2):
+                    with self.assertRaises(KeyboardInterrupt):
+                        self.logits(interrupted, [ids])
+                    self.assertEqual(interrupted.get_seq_length(), length)
+                hook.remove()
+            want = self.logits(DynamicCache(), passes)
+            self.assert_near(self.logits(cache, passes[1:]), want[1:])
+            self.assert_near(self.logits(first, passes), want)
+            hook = layer.register_forward_hook(interrupt)
+            with self.assertRaises(KeyboardInterrupt):
+                self.logits(cache, [self.ids(1, 1)])
+            hook.remove()
+            cache.crop(-more)
+            self.assertEqual((cache.get_seq_length(), cache.store.num_tokens(cache._ids[0])), (30, 30))
 
     def test_rows_are_chosen(self):
         first, more = self.ids(2, 20), self.ids(3, 1)
@@ -218,6 +263,29 @@ class Refused(unittest.TestCase):
         with self.assertRaisesRegex(tierkv.UnsupportedError, "set_attn_implementation"):
             self.run_model(TierCache(max_tokens=64), torch.ones(1, 4, dtype=torch.long), "sdpa")
 
+    def test_a_refused_pass_leaves_a_good_cache(self):
+        cache, ids = TierCache(max_tokens=64, max_sequences=2), torch.ones(1, 4, dtype=torch.long)
+        with self.assertRaisesRegex(tierkv.UnsupportedError, "4 dimensions"):
+            self.run_model(cache, ids, attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
+        self.run_model(cache, ids)
+        cache.reset()
+        weight = self.model.model.layers[1].self_attn.v_proj.weight
+        kept = weight.detach().clone()
+        weight.data.mul_(1e8)
+        try:
+            with self.assertRaises(tierkv.OutOfRangeError):
+                self.run_model(cache, ids)
+        finally:
+            weight.data.copy_(kept)
+        self.assertEqual((cache.get_seq_length(), cache.batch_size, cache.store.usage().sequences), (0, -1, 0))
+        self.run_model(cache, ids.repeat(2, 1))
+
+    def test_static_caches(self):
+        for mask in (None, torch.ones(1, 4, dtype=torch.long)):
+            cache = transformers.StaticCache(config=self.model.config, max_cache_len=16)
+            with self.assertRaisesRegex(tierkv.UnsupportedError, "static cache"):
+                self.run_model(cache, torch.ones(1, 4, dtype=torch.long), attention_mask=mask)
+
     def test_padding_on_the_right(self):
         with self.assertRaisesRegex(ValueError, "padded on the left"):
             self.run_model(TierCache(max_tokens=64), torch.ones(1, 4, dtype=torch.long), attention_mask=torch.tensor([[1, 1, 1, 0]]))
@@ -275,7 +343,7 @@ class Refused(unittest.TestCase):
             q, k = (torch.ones(1, n, 1, head_dim, dtype=torch.half, device=device) for n in (4, heads))
             attention(layer, q, *cache.update(k, k, layer.layer_idx), None)
 
-        for given, reason in (({"heads": 4}, "other heads"), ({"head_dim": 32}, "other heads"), ({"device": "meta"}, "was on cpu|not on cpu")):
+        for given, reason in (({"heads": 4}, "other heads"), ({"head_dim": 32}, "scales its scores"), ({"device": "meta"}, "was on cpu|not on cpu")):
             for layers in ((first,), (first, second)):
                 cache = TierCache(max_tokens=64)
                 self.run_model(cache, torch.ones(1, 4, dtype=torch.long))

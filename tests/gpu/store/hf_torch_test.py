@@ -15,7 +15,8 @@ try:
 except ImportError as e:
     print(f"skipped: {e}")
     sys.exit(77)
-from tierkv.hf import TierCache  # noqa: E402
+from tierkv import NonFiniteError  # noqa: E402
+from tierkv.hf import STEPS_BETWEEN_LOOKS, TierCache  # noqa: E402
 
 SEED = int.from_bytes(os.urandom(4), "little")
 VOCABULARY = 97
@@ -84,6 +85,31 @@ class Generation(unittest.TestCase):
         self.assertEqual((tuple(out.shape), torch.cuda.current_device(), cache.store._index), ((2, 310), 0, 1))
         cache.store.take_status()
         cache.close()
+
+    def test_a_failure_that_kernels_find_late(self):
+        one, more = (torch.randint(1, VOCABULARY, (1, n), device="cuda") for n in (1, 40))
+        values = self.models[torch.float16].model.layers[1].self_attn.v_proj
+
+        def broken_step(cache):
+            hook = values.register_forward_hook(lambda module, given, out: out * float("nan"))
+            self.logits(cache, [one])
+            hook.remove()
+        cache = TierCache("k8v4", max_tokens=512)
+        self.logits(cache, [more])
+        broken_step(cache)
+        for passes in ([one] * (STEPS_BETWEEN_LOOKS + 1), [one], [more]):
+            with self.assertRaisesRegex(NonFiniteError, "reset"):
+                self.logits(cache, passes)
+        cache.reset()
+        self.logits(cache, [more])
+        broken_step(cache)
+        with self.assertRaisesRegex(NonFiniteError, "reset"):
+            self.logits(cache, [more])
+        cache.reset()
+        self.logits(cache, [more])
+        broken_step(cache)
+        cache.reset()
+        self.assertLess(float((self.logits(cache, [more]) - self.logits(DynamicCache(), [more])).abs().max()), RAW, f"seed {SEED}")
 
     def test_left_padding(self):
         mask = torch.ones(3, 330, dtype=torch.long, device="cuda")
