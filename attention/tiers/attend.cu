@@ -33,9 +33,20 @@ Status validate_grid(const AttentionConfig& config, const AttentionGrid& grid) {
 Status validate_table(const AttentionConfig& config, const PageTableView& table) {
   const PageTableShape& shape = table.shape;
   if (table.slots == nullptr || table.tokens == nullptr) return invalid("page table is null");
-  if (shape.num_sequences < 1) return invalid("page table has no sequences");
+  if (shape.num_sequences < 1 || shape.num_sequences > kMaxSequences) {
+    return invalid("page table num_sequences must be 1 to " + std::to_string(kMaxSequences));
+  }
   if (shape.rows_per_sequence != config.num_layers * config.num_kv_heads) {
     return invalid("page table rows_per_sequence is not num_layers * num_kv_heads");
+  }
+  if (int64_t{shape.num_sequences} * shape.rows_per_sequence > INT32_MAX) {
+    return invalid("page table has more than 2^31 - 1 rows");
+  }
+  if (shape.num_sides > kMaxSides) return invalid("page table num_sides is above 4");
+  for (const int32_t slots : shape.table_slots) {
+    if (slots < 0 || slots > kMaxTableSlots) {
+      return invalid("page table table_slots must be 0 to " + std::to_string(kMaxTableSlots));
+    }
   }
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const std::string name = "tier " + std::to_string(t) + ": side ";
@@ -141,6 +152,15 @@ Status attend_of(const AttentionConfig& config, const AttentionGrid& grid, const
   return launch_decode(params, config.head_dim, grid.num_ctas, stream);
 }
 
+// Lets the kernels of `config` use shared_bytes.
+Status prepare(const AttentionConfig& config, int32_t shared_bytes) {
+  if (Status s = prepare_plan(); !s) return s;
+  const int32_t blocks = column_blocks(query_columns(config).of_row);
+  return config.classes.count > 1
+             ? prepare_decode<kMaxAttentionClasses>(config.head_dim, blocks, shared_bytes)
+             : prepare_decode<1>(config.head_dim, blocks, shared_bytes);
+}
+
 }  // namespace
 
 Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
@@ -148,17 +168,8 @@ Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
   if (!limits) return limits.status();
   const Result<AttentionGrid> grid = choose_grid(config, limits->sms, limits->shared_bytes);
   if (!grid) return grid;
-  if (Status s = prepare_attention(config, *grid, limits->shared_bytes); !s) return s;
+  if (Status s = prepare(config, limits->shared_bytes); !s) return s;
   return grid;
-}
-
-Status prepare_attention(const AttentionConfig& config, const AttentionGrid& grid,
-                         int32_t shared_bytes) {
-  if (Status s = prepare_plan(); !s) return s;
-  const DecodeSetup setup{config.head_dim, query_columns(config).of_row, grid.warps_per_cta,
-                          shared_bytes};
-  return config.classes.count > 1 ? prepare_decode<kMaxAttentionClasses>(setup)
-                                  : prepare_decode<1>(setup);
 }
 
 Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,

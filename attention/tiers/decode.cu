@@ -22,19 +22,16 @@ Status no_kernel(int32_t head_dim) {
 }  // namespace
 
 template <int32_t kClasses>
-Status prepare_decode(const DecodeSetup& setup) {
+Status prepare_decode(int32_t head_dim, int32_t blocks, int32_t shared_bytes) {
   using enum DecodeMode;
-  const int32_t blocks = column_blocks(setup.of_row);
-  for (const DecodeMode mode :
-       {kPlain, kNarrow, kFull, kBFloat16, kClassPlain, kClassNarrow, kClassFull, kClassBFloat16}) {
-    if (classes_of(mode) != kClasses) continue;
-    const DecodeChoice choice{blocks, mode, setup.warps < kDecodeWarps};
-    const DecodeKernelOf<kClasses> kernel = kernel_of<kClasses>(setup.head_dim, choice);
-    if (kernel == nullptr && !is_plain(mode)) return no_kernel(setup.head_dim);
+  for (const DecodeMode mode : {kPlain, kNarrow, kFull, kBFloat16}) {
+    const DecodeKernelOf<kClasses> kernel =
+        kernel_of<kClasses>(head_dim, {blocks, of_classes<kClasses>(mode)});
+    if (kernel == nullptr && !is_plain(mode)) return no_kernel(head_dim);
     if (kernel == nullptr) continue;
     const cudaError_t error =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, setup.shared_bytes);
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return cuda_status(error, "shared memory of the decode kernel");
   }
   return Status::ok();
@@ -57,8 +54,8 @@ Status launch_shared_rows(const SharedRowsParams& params, int32_t head_dim, GpuS
   return launch_after_previous(launch.kernel, launch.ctas, kSharedRowsThreads, 0, stream, params);
 }
 
-template Status prepare_decode<1>(const DecodeSetup&);
-template Status prepare_decode<kMaxAttentionClasses>(const DecodeSetup&);
+template Status prepare_decode<1>(int32_t, int32_t, int32_t);
+template Status prepare_decode<kMaxAttentionClasses>(int32_t, int32_t, int32_t);
 template Status launch_decode(const DecodeParamsOf<1>&, int32_t, int32_t, GpuStream);
 template Status launch_decode(const DecodeParamsOf<kMaxAttentionClasses>&, int32_t, int32_t,
                               GpuStream);

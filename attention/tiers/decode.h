@@ -103,7 +103,7 @@ TKV_HD constexpr int32_t column_blocks(int32_t of_row) {
 }
 // Kernels of their own, so that the usual one has none of the others' code.
 enum class DecodeMode {
-  kPlain,   // one block of columns, every query sees all tokens
+  kPlain,   // one block of columns, every query sees all tokens, kDecodeWarps warps
   kNarrow,  // plain, of at most kNarrowColumns columns
   kFull,
   kBFloat16,  // full, for q, out and raw pages of bfloat16
@@ -113,65 +113,50 @@ enum class DecodeMode {
   kClassFull,
   kClassBFloat16,
 };
-TKV_HD constexpr bool has_classes(DecodeMode mode) {
-  return mode >= DecodeMode::kClassPlain;
+inline constexpr int32_t kModesOfOneClass = 4;
+TKV_HD constexpr int32_t classes_of(DecodeMode mode) {
+  return static_cast<int32_t>(mode) < kModesOfOneClass ? 1 : kMaxAttentionClasses;
 }
 // The mode that differs in the classes only.
 TKV_HD constexpr DecodeMode of_one_class(DecodeMode mode) {
-  return mode == DecodeMode::kClassPlain      ? DecodeMode::kPlain
-         : mode == DecodeMode::kClassNarrow   ? DecodeMode::kNarrow
-         : mode == DecodeMode::kClassFull     ? DecodeMode::kFull
-         : mode == DecodeMode::kClassBFloat16 ? DecodeMode::kBFloat16
-                                              : mode;
-}
-TKV_HD constexpr int32_t classes_of(DecodeMode mode) {
-  return has_classes(mode) ? kMaxAttentionClasses : 1;
+  return static_cast<DecodeMode>(static_cast<int32_t>(mode) % kModesOfOneClass);
 }
 template <int32_t kClasses>
-TKV_HD DecodeMode decode_mode(const DecodeParamsOf<kClasses>& p) {
-  constexpr bool kHasClasses = kClasses > 1;
-  if (p.is_bfloat16) return kHasClasses ? DecodeMode::kClassBFloat16 : DecodeMode::kBFloat16;
-  const bool is_full =
-      column_blocks(p.columns.of_row) > 1 || p.tail.tier != kAttentionTiers || p.sinks != nullptr;
-  if (is_full) return kHasClasses ? DecodeMode::kClassFull : DecodeMode::kFull;
-  const bool is_narrow = p.columns.of_row <= kNarrowColumns;
-  if (kHasClasses) return is_narrow ? DecodeMode::kClassNarrow : DecodeMode::kClassPlain;
-  return is_narrow ? DecodeMode::kNarrow : DecodeMode::kPlain;
+TKV_HD constexpr DecodeMode of_classes(DecodeMode mode) {
+  return static_cast<DecodeMode>(static_cast<int32_t>(of_one_class(mode)) +
+                                 (kClasses > 1 ? kModesOfOneClass : 0));
 }
-// Whether the mode has one block of columns and no masks, sinks or bfloat16.
+// Whether the mode has one block of columns, all warps and no masks, sinks or bfloat16.
 TKV_HD constexpr bool is_plain(DecodeMode mode) {
-  const DecodeMode base = of_one_class(mode);
-  return base == DecodeMode::kPlain || base == DecodeMode::kNarrow;
+  return of_one_class(mode) == DecodeMode::kPlain || of_one_class(mode) == DecodeMode::kNarrow;
 }
 template <int32_t kClasses>
 using DecodeKernelOf = void (*)(DecodeParamsOf<kClasses>);
-using DecodeKernel = DecodeKernelOf<1>;
-// Which kernel: of so many blocks of columns, and whether of fewer warps than kDecodeWarps. There
-// are such only of the full modes, which can do what the others do; with classes these are for any
-// number of warps.
 struct DecodeChoice {
-  int32_t blocks;
+  int32_t blocks;  // of columns
   DecodeMode mode;
-  bool few_warps;
 };
 template <int32_t kClasses>
 TKV_HD DecodeChoice decode_choice(const DecodeParamsOf<kClasses>& p) {
-  constexpr DecodeMode kFull = kClasses > 1 ? DecodeMode::kClassFull : DecodeMode::kFull;
-  const bool few_warps = p.warps < kDecodeWarps;
-  const DecodeMode mode = decode_mode(p);
-  return {column_blocks(p.columns.of_row), few_warps && is_plain(mode) ? kFull : mode, few_warps};
+  using enum DecodeMode;
+  const int32_t blocks = column_blocks(p.columns.of_row);
+  const bool is_full =
+      blocks > 1 || p.warps < kDecodeWarps || p.tail.tier != kAttentionTiers || p.sinks != nullptr;
+  const DecodeMode mode = p.is_bfloat16                        ? kBFloat16
+                          : is_full                            ? kFull
+                          : p.columns.of_row <= kNarrowColumns ? kNarrow
+                                                               : kPlain;
+  return {blocks, of_classes<kClasses>(mode)};
 }
 // Null where there is none. Each head_dim has an object for one class and one for several, from
 // decode_instance.cu.in.
 template <int32_t kHeadDim, int32_t kClasses>
 DecodeKernelOf<kClasses> decode_kernel_of(const DecodeChoice& choice);
 
-// Lets the kernels of as many warps use shared_bytes. Once per device, before the first launch.
-struct DecodeSetup {
-  int32_t head_dim, of_row, warps, shared_bytes;
-};
+// Lets the kernels for so many blocks of columns use shared_bytes. Once per device, before the
+// first launch.
 template <int32_t kClasses>
-Status prepare_decode(const DecodeSetup& setup);
+Status prepare_decode(int32_t head_dim, int32_t blocks, int32_t shared_bytes);
 // One kernel of num_ctas CTAs.
 template <int32_t kClasses>
 Status launch_decode(const DecodeParamsOf<kClasses>& params, int32_t head_dim, int32_t num_ctas,

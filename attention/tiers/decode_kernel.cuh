@@ -22,7 +22,7 @@
 
 namespace tierkv {
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 class DecodeCta {
  public:
   using Params = DecodeParamsOf<classes_of(kMode)>;
@@ -75,10 +75,10 @@ class DecodeCta {
   static constexpr int32_t kSlices = slices_of(kHeadDim, kJoinDims);
   static_assert(2 * kDecodeWarps <= 32, "a lane looks at a part");
   __device__ __forceinline__ int32_t warps() const {
-    if constexpr (kFewWarps) {
-      return p_.warps;
-    } else {
+    if constexpr (kIsPlain) {
       return kDecodeWarps;
+    } else {
+      return p_.warps;
     }
   }
   // The others have no registers for it.
@@ -259,52 +259,27 @@ class DecodeCta {
   WarpAttention<kHeadDim, kColumnBlocks, kMode> attention_;
 };
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParamsOf<classes_of(kMode)> params) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps> cta(params, shared_bytes);
+  DecodeCta<kHeadDim, kColumnBlocks, kMode> cta(params, shared_bytes);
   cta.run();
-}
-
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-DecodeKernel decode_kernel_of_blocks(DecodeMode mode, bool few_warps) {
-  using enum DecodeMode;
-  if (few_warps) {
-    return mode == kFull       ? decode_kernel<kHeadDim, kColumnBlocks, kFull, true>
-           : mode == kBFloat16 ? decode_kernel<kHeadDim, kColumnBlocks, kBFloat16, true>
-                               : nullptr;
-  }
-  if (mode == kFull) return decode_kernel<kHeadDim, kColumnBlocks, kFull, false>;
-  if (mode == kBFloat16) return decode_kernel<kHeadDim, kColumnBlocks, kBFloat16, false>;
-  if constexpr (kColumnBlocks == 1) {
-    return mode == kPlain ? decode_kernel<kHeadDim, 1, kPlain, false>
-                          : decode_kernel<kHeadDim, 1, kNarrow, false>;
-  }
-  return nullptr;
-}
-
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-DecodeKernelOf<kMaxAttentionClasses> class_kernel_of_blocks(DecodeMode mode, bool few_warps) {
-  using enum DecodeMode;
-  if (mode == kClassFull) return decode_kernel<kHeadDim, kColumnBlocks, kClassFull, true>;
-  if (mode == kClassBFloat16) return decode_kernel<kHeadDim, kColumnBlocks, kClassBFloat16, true>;
-  if constexpr (kColumnBlocks == 1) {
-    if (few_warps) return nullptr;
-    if (mode == kClassPlain) return decode_kernel<kHeadDim, 1, kClassPlain, false>;
-    if (mode == kClassNarrow) return decode_kernel<kHeadDim, 1, kClassNarrow, false>;
-  }
-  return nullptr;
 }
 
 template <int32_t kHeadDim, int32_t kClasses>
 DecodeKernelOf<kClasses> decode_kernel_of(const DecodeChoice& choice) {
-  const auto of_blocks = [&](auto blocks) {
-    if constexpr (kClasses == 1) {
-      return decode_kernel_of_blocks<kHeadDim, blocks()>(choice.mode, choice.few_warps);
-    } else {
-      return class_kernel_of_blocks<kHeadDim, blocks()>(choice.mode, choice.few_warps);
+  using enum DecodeMode;
+  const auto of_blocks = [&](auto blocks) -> DecodeKernelOf<kClasses> {
+    constexpr int32_t kBlocks = decltype(blocks)::value;
+    const DecodeMode mode = of_one_class(choice.mode);
+    if (mode == kFull) return decode_kernel<kHeadDim, kBlocks, of_classes<kClasses>(kFull)>;
+    if (mode == kBFloat16) return decode_kernel<kHeadDim, kBlocks, of_classes<kClasses>(kBFloat16)>;
+    if constexpr (kBlocks == 1) {
+      return mode == kPlain ? decode_kernel<kHeadDim, 1, of_classes<kClasses>(kPlain)>
+                            : decode_kernel<kHeadDim, 1, of_classes<kClasses>(kNarrow)>;
     }
+    return nullptr;
   };
   if constexpr (most_columns(kHeadDim) > kBlockColumns) {
     if (choice.blocks == 2) return of_blocks(std::integral_constant<int32_t, 2>());

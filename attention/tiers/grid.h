@@ -18,8 +18,4 @@ int32_t least_slot_bytes(const AttentionConfig& config);
 // even one warp fits.
 Result<AttentionGrid> choose_grid(const AttentionConfig& config, int32_t sms, int32_t shared_bytes);
 
-// What attention_grid() does to the current device for a grid: lets its kernels use shared_bytes.
-Status prepare_attention(const AttentionConfig& config, const AttentionGrid& grid,
-                         int32_t shared_bytes);
-
 }  // namespace tierkv

@@ -64,7 +64,7 @@ class WarpAttention : public WarpSoftmax<kHeadDim, kColumnBlocks, kMode> {
 
   // Formats of classes are few: AttentionConfig::validate().
   __device__ static constexpr bool has_pair(CodeType k, CodeType v) {
-    return !has_classes(kMode) || (k.is_raw() == v.is_raw() && v.bits() <= k.bits());
+    return classes_of(kMode) == 1 || (k.is_raw() == v.is_raw() && v.bits() <= k.bits());
   }
 
   template <CodeType kKeys>

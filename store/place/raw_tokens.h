@@ -111,8 +111,8 @@ TKV_HD RawTokens raw_tokens(const RawLayout& layout, const uint8_t* raw, int32_t
   t.dtype = chunk.dtype;
   t.token_stride = int64_t{row.num_kv_heads} * layout.head_dim;
   if (chunk.k == nullptr) return t;
-  const int64_t first =
-      row.sequence * chunk.tokens * t.token_stride + int64_t{row.kv_head} * layout.head_dim;
+  const int64_t first = int64_t{row.sequence} * chunk.tokens * t.token_stride +
+                        int64_t{row.kv_head} * layout.head_dim;
   t.k = chunk.k + first;
   t.v = chunk.v + first;
   if (chunk.significance != nullptr) {

@@ -27,6 +27,22 @@ TEST(FreePagesTest, AssumesTheWorstOfWhatHasNotFinished) {
   EXPECT_EQ(pages.at_least(), 88);
 }
 
+TEST(FreePagesTest, ForgetsWhatNeverRan) {
+  uint64_t published = word(100, 1);
+  FreePages pages;
+  pages.set(&published);
+  pages.enqueue(10);  // operation 1
+  pages.enqueue(50);  // captured, and given up
+  published = word(90, 2);
+  EXPECT_EQ(pages.at_least(), 40);
+  pages.settle();
+  EXPECT_EQ(pages.at_least(), 90);
+  pages.enqueue(5);  // operation 2
+  EXPECT_EQ(pages.at_least(), 85);
+  published = word(88, 3);
+  EXPECT_EQ(pages.at_least(), 88);
+}
+
 TEST(FreePagesTest, NumbersTurnOver) {
   uint64_t published = word(1000, 1);
   FreePages pages;

@@ -235,5 +235,19 @@ TEST_F(TiersRowsTest, HostileBodies) {
   EXPECT_GT(corrupt, 100);
 }
 
+// A device attends to the high side of a raw layer alone.
+TEST_F(TiersRowsTest, LowTokensOfRawLayersAreRefused) {
+  const StoreConfig config = tiers_config(64, 900, true, &rng_);
+  OneSequence one(config, Feed(config.layout, 300, &rng_), 300);
+  OwnedParts parts(*one.store.place->export_parts(one.layers(300)));
+  std::vector<uint8_t>& body = parts.bodies[3];  // layer 1
+  constexpr int32_t kMean = 16, kTileBytes = kTileTokens * 64 * 2 * sizeof(uint16_t);
+  store::set_tier(body.data() + kMean, config.sink_tokens + 1, store::BodyTier::kLow);
+  body.insert(body.end(), kTileBytes, 0);
+  const Status s = one.store.place->import_parts(3, parts.views());
+  EXPECT_EQ(s.code(), StatusCode::kCorrupt);
+  EXPECT_THAT(std::string(s.message()), ::testing::HasSubstr("low tier"));
+}
+
 }  // namespace
 }  // namespace tierkv

@@ -32,6 +32,9 @@ class SettingsTest(unittest.TestCase):
 
     def test_layers_by_name(self):
         self.assertEqual(settings.layer_index("model.layers.13.self_attn.attn"), 13)
+        for name in ("mtp.layers.0.self_attn.attn", "draft_model.model.layers.1.self_attn.attn", "language_model.mtp_block.layers.0.attn"):
+            self.assertIsNone(settings.layer_index(name))
+        self.assertEqual(settings.read_settings({"tierkv": {"layers": {"0": "k8v4"}}}).format_of(None), "k4v4")
         for name in ("model.attn", "model.layers.3.experts.4.attn"):
             with self.assertRaisesRegex(ValueError, name):
                 settings.layer_index(name)

@@ -124,13 +124,13 @@ def key_means(path: str) -> Any:
 
 def layer_key_reflection(settings: Settings, vllm_config: Any, layer: Any, of_layer: engine.Engine) -> Optional[torch.Tensor]:
     """[num_kv_heads, head_dim] on the layer's device."""
-    if settings.profile is None:
+    index = layer_index(layer.layer_name)
+    if settings.profile is None or index is None:
         return None
     means, layers = key_means(settings.profile), vllm_config.model_config.hf_text_config.num_hidden_layers
-    if means.shape[0] != layers or means.shape[2] != layer.head_size:
+    if means.shape[0] != layers or (index < layers and means.shape[2] != layer.head_size):
         raise InvalidArgumentError(f"tierkv.profile: {means.shape[0]} layers of {means.shape[2]} channels for a model with {layers} of {layer.head_size}")
-    index = layer_index(layer.layer_name)
-    if index >= layers:  # of a draft model, which the profile does not know
+    if index >= layers:  # of a draft model, whose count goes on where the model's ends
         return None
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 

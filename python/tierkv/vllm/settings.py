@@ -28,9 +28,13 @@ def slot_bytes(format: str, head_dim: int) -> int:
     return sum(head_dim * bits // 8 + (4 if bits < 16 else 0) for bits in FORMATS[format])
 
 
-def layer_index(name: str) -> int:
-    """The number in a layer's name, such as model.layers.3.self_attn.attn. ValueError unless it has one number."""
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+def layer_index(name: str) -> Optional[int]:
+    """The number in a layer's name, such as model.layers.3.self_attn.attn. None for layers of a draft model, which has a count of its own:
+    draft_model.model.layers.0, mtp.layers.0. ValueError unless the name has one number."""
+    parts = name.split(".")
+    if parts[0] == "draft_model" or any(part.startswith("mtp") for part in parts):
+        return None
+    numbers = [int(part) for part in parts if part.isdigit()]
     if len(numbers) != 1:
         raise InvalidArgumentError(f"tierkv: which layer {name} is, its name does not say")
     return numbers[0]
@@ -44,8 +48,9 @@ class Settings:
     slice_tokens: int = DEFAULT_SLICE_TOKENS
     rotate: bool = True
 
-    def format_of(self, layer: int) -> str:
-        return next((f for first, last, f in self.layers if first <= layer <= last), self.format)
+    def format_of(self, layer: Optional[int]) -> str:
+        """None: of a draft model's layer."""
+        return next((f for first, last, f in self.layers if layer is not None and first <= layer <= last), self.format)
 
     def check_layers(self, num_layers: int) -> None:
         """ValueError where a range names a layer that the model lacks."""

@@ -108,6 +108,13 @@ class FreePages {
     }
     return static_cast<int64_t>(word >> 32) - taken_;
   }
+  // Everything has run and is published. What was enqueued and has not run never will: captured
+  // steps that were given up.
+  void settle() {
+    enqueued_ = static_cast<uint32_t>(*published_) - 1;
+    taken_ = 0;
+    pending_.clear();
+  }
 
  private:
   // The number of an operation is OpState::op_number when it begins, from 1.

@@ -62,7 +62,9 @@ Status DevicePlace::commit_op(bool is_reported) {
 Result<bool> DevicePlace::has_pages(int64_t at_most) {
   if (free_.at_least() >= at_most) return true;
   if (book_.is_captured()) return false;
+  if (Status s = commit_op(false); !s) return s;
   if (Status s = wait(); !s) return s;
+  free_.settle();
   return free_.at_least() >= at_most;
 }
 

@@ -243,6 +243,10 @@ class DeviceCodedRows final : public PlannedCodedRows {
   }
 
   Status cut(const DeviceWorks& works, const PageCopy* copies) override {
+    for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
+      const LayerMove& move = works.moves[e];
+      if (move.to.body_end == 0) state_of(move.slot, move.layer).waits = false;
+    }
     if (copies == nullptr) return Status::ok();
     Result<CodedCall> call = call_of(works, 1);
     if (!call) return call.status();

@@ -174,7 +174,7 @@ class CodedMemory : public DeviceRowFormat {
     }
     for (const HostLayer& layer : imported) {
       LayerState& state = state_of(layer.slot, layer.layer);
-      state.fixed = from.is_fixed(layer), state.waits = !state.fixed;
+      state.fixed = from.is_fixed(layer), state.waits = !state.fixed && layer.at.body_end > 0;
     }
     if (!per_slot_) return Status::ok();
     return make_row_tables(nullptr, imported[0].slot, {0, layers()});

@@ -129,6 +129,9 @@ Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* 
   if (known != end - sinks || (pruned > 0 && c.alphas.low <= 0)) {
     return corrupt_body("a token has no tier");
   }
+  if (draft->row.tokens[kLowSide] > 0 && c.alphas.high <= 0) {
+    return corrupt_body("a token is in the low tier, where every token is high");
+  }
   for (int32_t side = 0; side < 2; ++side) {
     StagedSide& staged = draft->sides[side];
     staged.end = draft->row.tokens[side];

@@ -318,6 +318,19 @@ TEST(AttentionCalls, SmallBadCallsAreRefused) {
   call = device.call();
   call.table.shape.tokens_per_page[1] += 16;
   EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);
+  const std::function<void(PageTableShape&)> bad_shapes[] = {
+      [](PageTableShape& s) { s.num_sequences = 0; },
+      [](PageTableShape& s) { s.num_sequences = kMaxSequences + 1; },
+      [](PageTableShape& s) { s.num_sides = kMaxSides + 1; },
+      [](PageTableShape& s) { s.table_slots[0] = -1; },
+      [](PageTableShape& s) { s.table_slots[1] = kMaxTableSlots + 1; }};
+  for (const auto& change : bad_shapes) {
+    call = device.call();
+    change(call.table.shape);
+    EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);
+    EXPECT_EQ(plan_attention(config, device.grid, call.table, call.batch, space, nullptr).code(),
+              StatusCode::kInvalidArgument);
+  }
   call = device.call();
   call.pages.page_bytes *= 2;
   EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);

@@ -227,6 +227,89 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
   twins.expect_equal();
 }
 
+// Sequences whose bodies are empty, although they came from elsewhere or waited for codebooks: what
+// replays make of them is coded, and can be replayed and captured.
+TEST_P(KvStoreTwins, ReplaysOfShortSequences) {
+  const TwinChoice& choice = GetParam().choice;
+  if (GetParam().longest <= 2 * choice.window) GTEST_SKIP() << "no bodies";
+  const StoreConfig config = twin_config(choice);
+  const CacheLayout& l = config.layout;
+  KvTwins twins(config, &rng_);
+  twins.add();
+  twins.extend({0}, choice.window + 30);  // in some formats its blocks wait
+  twins.add();
+  twins.extend({1}, 345);  // brings codebooks
+  twins.truncate(0, 20);
+  ASSERT_FALSE(HasFatalFailure());
+  const auto bytes = twins.device().export_sequence(twins.live()[0].device);
+  ASSERT_TRUE(bytes.is_ok());
+  const TwinTokens x = twins.draw(1, 1);
+  Buffer k, v;
+  const uint16_t *all_k = twins.put(&k, x.k), *all_v = twins.put(&v, x.v);
+  for (const bool is_imported : {false, true}) {
+    SCOPED_TRACE(is_imported ? "imported" : "truncated");
+    SequenceId id = twins.live()[0].device;
+    if (is_imported) {
+      const auto imported = twins.device().import_sequence(bytes->data(), bytes->size());
+      ASSERT_TRUE(imported.is_ok()) << imported.status().message();
+      id = *imported;
+    }
+    const SequenceList list = {&id, 1};
+    const auto make_step = [&]() -> Status {
+      if (Status s = twins.device().begin(list, 1); !s) return s;
+      for (int32_t layer = 0; layer < l.num_layers; ++layer) {
+        LayerAppend a;
+        a.sequences = list;
+        a.layer = layer;
+        a.tokens = 1;
+        a.k = all_k + layer * l.num_kv_heads * l.head_dim;
+        a.v = all_v + layer * l.num_kv_heads * l.head_dim;
+        if (Status s = twins.device().append(a); !s) return s;
+      }
+      return Status::ok();
+    };
+    Graph step(twins.stream(), make_step);
+    ASSERT_FALSE(HasFailure());
+    for (int32_t i = 0; i < choice.window + 40; ++i) {
+      if (i > 0) {
+        const Status s = twins.device().note_replay(list, 1);
+        ASSERT_TRUE(s.is_ok()) << "replay " << i << ": " << s.message();
+      }
+      step.launch_and_wait();
+    }
+    KvTwins::expect_ok(twins.device().take_status());
+    Graph again(twins.stream(), make_step);
+    ASSERT_FALSE(HasFailure());
+    again.launch_and_wait();
+    KvTwins::expect_ok(twins.device().take_status());
+    if (is_imported) KvTwins::expect_ok(twins.device().release(id));
+  }
+}
+
+// A captured step that is given up costs no pages.
+TEST_P(KvStoreTwins, CapturesThatAreGivenUp) {
+  const TwinChoice& choice = GetParam().choice;
+  if (GetParam().longest <= 2 * choice.window) GTEST_SKIP() << "no bodies";
+  KvTwins twins(twin_config(choice), &rng_);
+  twins.add();
+  twins.extend({0}, 345);
+  ASSERT_FALSE(HasFatalFailure());
+  for (int32_t i = 0; i < 3; ++i) {
+    const auto fork = twins.device().fork(twins.live()[0].device);
+    ASSERT_TRUE(fork.is_ok()) << fork.status().message();
+    const SequenceList list = {&*fork, 1};
+    {
+      Graph step(twins.stream(), [&] { return twins.device().begin(list, 1); });
+      ASSERT_FALSE(HasFailure());
+    }
+    KvTwins::expect_ok(twins.device().release(*fork));
+    twins.extend({0}, 1);
+    ASSERT_FALSE(HasFatalFailure());
+  }
+  KvTwins::expect_ok(twins.device().take_status());
+  twins.expect_equal();
+}
+
 TEST_P(KvStoreTwins, SmallCountQueries) {
   KvTwins twins(twin_config(GetParam().choice), &rng_);
   expect_counted(&twins, std::min(150, GetParam().longest - 20));
