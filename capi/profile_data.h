@@ -84,7 +84,6 @@ inline Status read_profile_data(const tkv_profile_data* in, Profile* p) {
   tkv_profile_data data;
   if (Status s = read_struct(in, "profile", &data); !s) return s;
   if (data.model_id == nullptr) return invalid("model_id is null");
-  if (data.matrix_basis != 0) return invalid("matrix_basis must be 0");
   CacheLayout layout;
   p->model_id = data.model_id;
   p->num_layers = layout.num_layers = data.num_layers;

@@ -22,14 +22,11 @@ constexpr const char* kInvFreq = "rope_inv_freq";
 struct ScalarField {
   const char* name;
   double RowProfile::*field;
-  bool of_matrices;  // there with key_forward only
 };
-constexpr ScalarField kScalars[] = {{"query_trace", &RowProfile::query_trace, false},
-                                    {"value_signal", &RowProfile::value_signal, false},
-                                    {"key_scale", &RowProfile::key_scale, false},
-                                    {"value_scale", &RowProfile::value_scale, false},
-                                    {"key_matrix_trace", &RowProfile::key_matrix_trace, true},
-                                    {"value_matrix_trace", &RowProfile::value_matrix_trace, true}};
+constexpr ScalarField kScalars[] = {{"query_trace", &RowProfile::query_trace},
+                                    {"value_signal", &RowProfile::value_signal},
+                                    {"key_scale", &RowProfile::key_scale},
+                                    {"value_scale", &RowProfile::value_scale}};
 
 struct SensitivityField {
   const char* name;
@@ -129,12 +126,9 @@ bool write_all(const Handle& file, const Profile& p, const std::function<void()>
     std::vector<float> all;
     for (const RowProfile& r : p.rows)
       all.insert(all.end(), (r.*f.field).begin(), (r.*f.field).end());
-    std::vector<int64_t> shape = {rows, p.head_dim};
-    if (f.matrix) shape.push_back(p.head_dim);
-    arrays.write(f.name, shape, all);
+    arrays.write(f.name, {rows, p.head_dim}, all);
   }
   for (const ScalarField& f : kScalars) {
-    if (f.of_matrices && p.rows[0].key_forward.empty()) continue;
     std::vector<double> all;
     for (const RowProfile& r : p.rows) all.push_back(r.*f.field);
     arrays.write(f.name, {rows}, all);
@@ -274,22 +268,19 @@ Status read_rope(hid_t file, hid_t root, Profile* p) {
 
 Status read_rows(hid_t file, Profile* p) {
   const int64_t rows = static_cast<int64_t>(p->num_layers) * p->num_kv_heads;
-  const bool matrices = exists(file, "key_forward");
   bool sized = false;
   for (const ProfileField& f : kProfileFields) {
     if (f.optional && !exists(file, f.name)) continue;
-    std::vector<int64_t> shape = {rows, p->head_dim};
-    if (f.matrix) shape.push_back(p->head_dim);
     std::vector<float> all;
-    if (Status s = read_array(file, f.name, shape, &all); !s) return s;
+    if (Status s = read_array(file, f.name, {rows, p->head_dim}, &all); !s) return s;
     // Only now is it known that the file has as many rows as its attributes say.
     if (!std::exchange(sized, true)) p->rows.resize(rows);
-    const int64_t n = static_cast<int64_t>(all.size()) / rows;
-    for (int64_t r = 0; r < rows; ++r)
-      (p->rows[r].*f.field).assign(all.begin() + r * n, all.begin() + (r + 1) * n);
+    for (int64_t r = 0; r < rows; ++r) {
+      const auto begin = all.begin() + r * p->head_dim;
+      (p->rows[r].*f.field).assign(begin, begin + p->head_dim);
+    }
   }
   for (const ScalarField& f : kScalars) {
-    if (f.of_matrices && !matrices) continue;
     std::vector<double> all;
     if (Status s = read_array(file, f.name, {rows}, &all); !s) return s;
     for (int64_t r = 0; r < rows; ++r) p->rows[r].*f.field = all[r];

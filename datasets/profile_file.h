@@ -14,10 +14,6 @@
 //                          float64 [rows]
 // /key_sensitivity, /value_sensitivity, /joint_sensitivity
 //                          float64 [rows], optional
-// /key_forward, /key_inverse, /value_forward, /value_inverse
-//                          float32 [rows, head_dim, head_dim], optional, and with them
-// /key_matrix_trace, /value_matrix_trace
-//                          float64 [rows]
 //
 // codec/policy/profile.h says what they mean.
 #pragma once

@@ -69,7 +69,6 @@ Status run_calibrate(tkv_calibrate_options* options, const char* path) {
   analysis::CalibrateOptions c;
   if (Status s = read_threads(o.threads, &c.threads); !s) return s;
   bool no_thresholds = false;
-  if (Status s = read_flag(o.matrix_basis, "matrix_basis", &c.matrix_basis); !s) return s;
   if (Status s = read_flag(o.no_thresholds, "no_thresholds", &no_thresholds); !s) return s;
   c.thresholds = !no_thresholds;
   if (o.error_budget > 0) c.error_budget = o.error_budget;

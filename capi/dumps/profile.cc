@@ -28,14 +28,6 @@ struct tkv_profile {
 namespace tierkv::capi {
 namespace {
 
-// A file may lack some of the four.
-bool has_matrix(const Profile& p) {
-  return std::all_of(p.rows.begin(), p.rows.end(), [](const RowProfile& r) {
-    return !r.key_forward.empty() && !r.key_inverse.empty() && !r.value_forward.empty() &&
-           !r.value_inverse.empty();
-  });
-}
-
 template <class T>
 const T* pointer(const std::vector<T>& v) {
   return v.empty() ? nullptr : v.data();
@@ -85,7 +77,6 @@ Status get_data(const tkv_profile* profile, tkv_profile_data* out) {
     data.rope_pairing = std::max(data.rope_pairing, static_cast<int32_t>(r.pairing));
   data.rope_dims = profile->rope_dims;
   data.rope_layers = static_cast<int32_t>(p.rope.size());
-  data.matrix_basis = has_matrix(p) ? 1 : 0;
   data.rope_inv_freq = pointer(profile->inv_freq);
   for (size_t i = 0; i < std::size(kVectors); ++i)
     data.*kVectors[i].data = pointer(profile->vectors[i]);
@@ -140,16 +131,12 @@ void put(const std::vector<float>& part, size_t row, float* array) {
   if (array != nullptr) std::copy(part.begin(), part.end(), array + row * part.size());
 }
 
-Status check_component(const Profile& p, const tkv_profile_component& c) {
+Status check_component(const tkv_profile_component& c) {
   if (c.component != TKV_KEY && c.component != TKV_VALUE) return invalid("component is unknown");
   if (c.steps != nullptr && !(c.error > 0 && std::isfinite(c.error))) {
     return invalid("error must be positive");
   }
-  bool matrix_steps = false;
-  if (Status s = read_flag(c.matrix_steps, "matrix_steps", &matrix_steps); !s) return s;
-  const bool wants_matrix = matrix_steps || c.forward != nullptr || c.inverse != nullptr;
-  if (!wants_matrix || has_matrix(p)) return Status::ok();
-  return Status(StatusCode::kNotFound, "the profile was calibrated without a matrix basis");
+  return Status::ok();
 }
 
 Status get_component(const tkv_profile* profile, const tkv_profile_component* in) {
@@ -157,17 +144,14 @@ Status get_component(const tkv_profile* profile, const tkv_profile_component* in
   if (profile == nullptr) return invalid("profile is null");
   if (Status s = read_struct(in, "component", &c); !s) return s;
   const Profile& p = profile->profile;
-  if (Status s = check_component(p, c); !s) return s;
+  if (Status s = check_component(c); !s) return s;
   const auto part = static_cast<Component>(c.component);
   const bool key = part == Component::kKey;
   ComponentFormat format;
   format.step = c.error;
-  format.basis = c.matrix_steps != 0 ? BasisKind::kMatrix : BasisKind::kMean;
   for (size_t row = 0; row < p.rows.size(); ++row) {
     const RowProfile& r = p.rows[row];
     put(key ? r.key_mean : r.value_mean, row, c.means);
-    put(key ? r.key_forward : r.value_forward, row, c.forward);
-    put(key ? r.key_inverse : r.value_inverse, row, c.inverse);
     if (c.steps == nullptr) continue;
     c.steps[row] = static_cast<float>(analysis::make_step(format, part, r, p.sm_scale));
     if (!(c.steps[row] > 0 && std::isfinite(c.steps[row]))) {

@@ -7,13 +7,13 @@
 namespace tierkv {
 namespace {
 
-// Matrices are hashed where they lie: little-endian, as everything that is stored.
+// Numbers are hashed where they lie: little-endian, as everything that is stored.
 uint64_t digest(const Basis& basis) {
   std::vector<uint8_t> bytes;
   ByteWriter w(&bytes);
   w.i32(static_cast<int32_t>(basis.kind));
   w.i32(basis.head_dim);
-  for (const std::vector<float>* x : {&basis.mean, &basis.signs, &basis.forward, &basis.inverse}) {
+  for (const std::vector<float>* x : {&basis.mean, &basis.signs}) {
     w.u64(xxh3(reinterpret_cast<const uint8_t*>(x->data()), x->size() * sizeof(float)));
   }
   return xxh3(bytes.data(), bytes.size());

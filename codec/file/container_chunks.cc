@@ -41,7 +41,7 @@ Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
   if (!read_enum(r, 4, &f->format.unit)) return corrupt("unknown unit");
   f->format.group = r.i32();
   f->format.step = r.f64();
-  if (!read_enum(r, 4, &f->format.basis)) return corrupt("unknown basis");
+  if (!read_enum(r, 3, &f->format.basis)) return corrupt("unknown basis");
   if (!read_enum(r, 2, &f->coded)) return corrupt("unknown coder");
   if (!read_enum(r, 2, &f->raw_dtype)) return corrupt("unknown raw dtype");
   f->head_dim = r.i32();
@@ -154,29 +154,22 @@ Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_
   StoredBasis out;
   ByteReader r(bytes);
   BasisKind kind = BasisKind::kNone;
-  if (!read_enum(r, 4, &kind)) return corrupt("unknown kind");
+  if (!read_enum(r, 3, &kind)) return corrupt("unknown kind");
   if (r.i32() != head_dim) return corrupt("head_dim is not the model's");
   out.step = r.f32();
   if (!std::isfinite(out.step) || out.step < 0) return corrupt("step is negative or not finite");
   if (r.u32() != 0) return corrupt("reserved bytes are set");
-  const int64_t d = head_dim;
-  const bool matrix = kind == BasisKind::kMatrix;
-  const bool means =
-      matrix || kind == BasisKind::kMean || (kind == BasisKind::kHadamard && r.left() > 0);
-  if (!r.ok() || static_cast<int64_t>(r.left()) != (means ? 2 * d : 0) + (matrix ? 8 * d * d : 0)) {
+  const bool means = kind == BasisKind::kMean || (kind == BasisKind::kHadamard && r.left() > 0);
+  if (!r.ok() || static_cast<int64_t>(r.left()) != (means ? int64_t{2} * head_dim : 0)) {
     return corrupt("size disagrees with its fields");
   }
   bool finite = true;
-  std::vector<float> mean(means ? d : 0), forward(matrix ? d * d : 0), inverse(forward.size());
+  std::vector<float> mean(means ? head_dim : 0);
   for (float& x : mean) finite &= is_finite(x = half_to_float(r.u16()));
-  for (float& x : forward) finite &= is_finite(x = r.f32());
-  for (float& x : inverse) finite &= is_finite(x = r.f32());
-  if (!finite) return corrupt("a mean or matrix element is not finite");
+  if (!finite) return corrupt("a mean is not finite");
   out.basis = kind == BasisKind::kNone   ? Basis::none(head_dim)
               : kind == BasisKind::kMean ? Basis::mean_removed(std::move(mean))
-              : kind == BasisKind::kHadamard
-                  ? Basis::hadamard(head_dim, std::move(mean))
-                  : Basis::matrix(std::move(mean), std::move(forward), std::move(inverse));
+                                         : Basis::hadamard(head_dim, std::move(mean));
   return out;
 }
 

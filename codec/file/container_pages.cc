@@ -59,7 +59,7 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
   f.raw_dtype = static_cast<DType>(raw_dtype);
   f.has_scores = segments == 6;
   for (int c = 0; c < 2; ++c) {
-    if (basis[c] < 0 || basis[c] > static_cast<int32_t>(BasisKind::kMatrix)) {
+    if (basis[c] < 0 || basis[c] > static_cast<int32_t>(BasisKind::kHadamard)) {
       return corrupt("unknown basis");
     }
     f.basis[c] = static_cast<BasisKind>(basis[c]);

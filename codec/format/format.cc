@@ -134,7 +134,7 @@ std::string to_string(const ComponentFormat& f) {
   static constexpr const char* kUnits[] = {"token", "channel", "block", "global"};
   if (!f.is_raw()) s += std::string(" per ") + kUnits[static_cast<int>(f.unit)];
   if (f.group > 0) s += " in groups of " + std::to_string(f.group);
-  static constexpr const char* kBases[] = {"", ", means removed", ", Hadamard", ", matrix basis"};
+  static constexpr const char* kBases[] = {"", ", means removed", ", Hadamard"};
   s += kBases[static_cast<int>(f.basis)];
   if (f.entropy == Entropy::kHuffman) s += ", Huffman";
   return s;

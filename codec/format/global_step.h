@@ -5,21 +5,21 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 namespace tierkv {
 
 // Keys: the logit error sm_scale * q . e then has standard deviation k. `metric_trace` is the trace
-// of the metric M_K = mean of q q^T (plus 1% of its mean diagonal), taken in the coordinates in
-// which keys are quantised: tr M_K for an orthonormal basis, tr(T^-1 M_K T^-T) otherwise. With
-// sm_scale = 1 / sqrt(D) this is k * sqrt(12 D / tr M_K).
+// of the metric M_K = mean of q q^T (plus 1% of its mean diagonal), the same in every orthonormal
+// basis. With sm_scale = 1 / sqrt(D) this is k * sqrt(12 D / tr M_K).
 inline double key_step(double k, double metric_trace, double sm_scale) {
   return k * std::sqrt(12.0 / metric_trace) / sm_scale;
 }
 
-// Values: the output error relative to the root mean square value norm is then v. `signal` is E[x
-// M_V x^T] and `metric_trace` tr(T^-1 M_V T^-T); without a profile M_V = I: E[|x|^2] and head_dim.
-inline double value_step(double v, double signal, double metric_trace) {
-  return v * std::sqrt(12.0 * signal / metric_trace);
+// Values: the output error relative to the root mean square value norm is then v. `signal` is
+// E[|x|^2].
+inline double value_step(double v, double signal, int32_t head_dim) {
+  return v * std::sqrt(12.0 * signal / head_dim);
 }
 
 // The ridge of M_K: 1% of its mean diagonal on every diagonal element multiplies the trace by this.

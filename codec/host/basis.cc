@@ -19,17 +19,6 @@ uint64_t splitmix64(uint64_t* state) {
   return z ^ (z >> 31);
 }
 
-// x matrix.
-void multiply(const std::vector<float>& matrix, int32_t n, float* x, std::vector<double>* scratch) {
-  scratch->assign(n, 0.0);
-  for (int32_t i = 0; i < n; ++i) {
-    const double xi = x[i];
-    const float* row = matrix.data() + static_cast<int64_t>(i) * n;
-    for (int32_t j = 0; j < n; ++j) (*scratch)[j] += xi * row[j];
-  }
-  for (int32_t j = 0; j < n; ++j) x[j] = static_cast<float>((*scratch)[j]);
-}
-
 std::vector<float> rounded_to_half(std::vector<float> x) {
   for (float& v : x) v = half_to_float(float_to_half(v));
   return x;
@@ -67,32 +56,19 @@ Basis Basis::hadamard(int32_t head_dim, std::vector<float> mean) {
   return b;
 }
 
-Basis Basis::matrix(std::vector<float> mean, std::vector<float> forward,
-                    std::vector<float> inverse) {
-  Basis b = mean_removed(std::move(mean));
-  b.kind = BasisKind::kMatrix;
-  b.forward = std::move(forward);
-  b.inverse = std::move(inverse);
-  return b;
-}
-
 void Basis::apply(float* x, int64_t tokens) const {
-  std::vector<double> scratch;
   for (int64_t t = 0; t < tokens; ++t, x += head_dim) {
     for (size_t d = 0; d < mean.size(); ++d) x[d] -= mean[d];
-    if (kind == BasisKind::kMatrix) multiply(forward, head_dim, x, &scratch);
     if (kind == BasisKind::kHadamard) apply_to_queries(x, 1);
   }
 }
 
 void Basis::undo(float* x, int64_t tokens) const {
-  std::vector<double> scratch;
   for (int64_t t = 0; t < tokens; ++t, x += head_dim) {
     if (kind == BasisKind::kHadamard) {
       ::tierkv::hadamard(x, head_dim);
       for (int32_t d = 0; d < head_dim; ++d) x[d] *= signs[d];
     }
-    if (kind == BasisKind::kMatrix) multiply(inverse, head_dim, x, &scratch);
     for (size_t d = 0; d < mean.size(); ++d) x[d] += mean[d];
   }
 }
@@ -107,7 +83,7 @@ void Basis::apply_to_queries(float* q, int64_t queries) const {
 }
 
 int64_t Basis::stored_bytes() const {
-  return 2 * static_cast<int64_t>(mean.size() + forward.size() + inverse.size());
+  return 2 * static_cast<int64_t>(mean.size());
 }
 
 }  // namespace tierkv

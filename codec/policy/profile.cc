@@ -23,15 +23,14 @@ Status check_finite(const char* name, const std::vector<T>& values) {
   return Status::ok();
 }
 
-// Equally many numbers in each row, of which an optional field may have none.
+// head_dim numbers in each row, of which an optional field may have none.
 Status check_vectors(const Profile& p) {
   const auto dim = static_cast<size_t>(p.head_dim);
   for (const ProfileField& f : kProfileFields) {
     const size_t size = (p.rows[0].*f.field).size();
-    const size_t expected = f.matrix ? dim * dim : dim;
-    if (size != expected && !(f.optional && size == 0))
+    if (size != dim && !(f.optional && size == 0))
       return invalid(std::string(f.name) + ": row 0 has " + std::to_string(size) +
-                     " numbers, not " + std::to_string(expected));
+                     " numbers, not " + std::to_string(dim));
     for (const RowProfile& r : p.rows) {
       const std::vector<float>& v = r.*f.field;
       if (v.size() != size)
@@ -53,13 +52,10 @@ Status check_scalars(const Profile& p) {
     double RowProfile::*field;
     bool positive;
   };
-  static constexpr Field kFields[] = {
-      {"query_trace", &RowProfile::query_trace, false},
-      {"value_signal", &RowProfile::value_signal, false},
-      {"key_matrix_trace", &RowProfile::key_matrix_trace, false},
-      {"value_matrix_trace", &RowProfile::value_matrix_trace, false},
-      {"key_scale", &RowProfile::key_scale, true},
-      {"value_scale", &RowProfile::value_scale, true}};
+  static constexpr Field kFields[] = {{"query_trace", &RowProfile::query_trace, false},
+                                      {"value_signal", &RowProfile::value_signal, false},
+                                      {"key_scale", &RowProfile::key_scale, true},
+                                      {"value_scale", &RowProfile::value_scale, true}};
   for (const Field& f : kFields) {
     std::vector<double> values;
     for (const RowProfile& r : p.rows) values.push_back(r.*f.field);

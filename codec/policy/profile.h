@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What calibration learns about a model's cache: per (layer, kv_head) the statistics from which
-// means, weights, steps, bases, head scales and classes of heads follow, and the tier thresholds.
+// means, weights, steps, head scales and classes of heads follow, and the tier thresholds.
 // A profile is applied to other sequences of the same model, so nothing of it is billed to them.
 #pragma once
 
@@ -23,31 +23,23 @@ struct RowProfile {
   std::vector<float> query_energy;
   double query_trace = 0;   // E |q|^2 over the group's heads
   double value_signal = 0;  // E |x|^2 of the values
-  // Calibrated bases (BasisKind::kMatrix), empty where not calibrated; [head_dim, head_dim], see
-  // Basis::matrix.
-  std::vector<float> key_forward, key_inverse, value_forward, value_inverse;
-  double key_matrix_trace = 0;    // tr(T^-1 M_K T^-T), M_K the metric of global_step.h
-  double value_matrix_trace = 0;  // tr(T^-1 T^-T): what head_dim becomes in that basis
   // Head scales: steps are multiplied by these; 1 where sensitivities were not measured.
   double key_scale = 1, value_scale = 1;
 };
 
-// The vectors of a row by their names in files. Each row of a profile has equally many numbers.
+// The vectors of a row by their names in files. Each has head_dim numbers; an optional one is there
+// in all rows of a profile or in none.
 struct ProfileField {
   using Member = std::vector<float> RowProfile::*;
   const char* name;
   Member field;
-  bool optional, matrix;
+  bool optional;
 };
 inline constexpr ProfileField kProfileFields[] = {
-    {"key_mean", &RowProfile::key_mean, false, false},
-    {"value_mean", &RowProfile::value_mean, false, false},
-    {"key_mean_before_rope", &RowProfile::key_mean_before_rope, true, false},
-    {"query_energy", &RowProfile::query_energy, true, false},
-    {"key_forward", &RowProfile::key_forward, true, true},
-    {"key_inverse", &RowProfile::key_inverse, true, true},
-    {"value_forward", &RowProfile::value_forward, true, true},
-    {"value_inverse", &RowProfile::value_inverse, true, true}};
+    {"key_mean", &RowProfile::key_mean, false},
+    {"value_mean", &RowProfile::value_mean, false},
+    {"key_mean_before_rope", &RowProfile::key_mean_before_rope, true},
+    {"query_energy", &RowProfile::query_energy, true}};
 
 struct Profile {
   std::string model_id;

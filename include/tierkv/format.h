@@ -86,7 +86,6 @@ enum class BasisKind : int32_t {
   kNone = 0,
   kMean = 1,      // static channel means removed
   kHadamard = 2,  // orthonormal Hadamard with seeded signs
-  kMatrix = 3,    // calibrated matrix of a profile, means removed
 };
 
 struct TKV_API ComponentFormat {

@@ -93,7 +93,6 @@ typedef struct tkv_profile_data {
   int32_t rope_pairing;       /* 0 none, 1 halves, 2 neighbours, -1 unknown */
   int32_t rope_dims;          /* rotated dims, even; 0 with none or unknown */
   int32_t rope_layers;        /* 1: the same in all layers, or num_layers; 0: unknown */
-  int32_t matrix_basis;       /* out; 1: calibrated with one. 0 when written */
   const float* rope_inv_freq; /* [rope_layers, rope_dims / 2]; zeros: a layer without rotation */
   const float* key_mean;      /* [rows, head_dim], sinks left out as in all statistics */
   const float* value_mean;    /* [rows, head_dim] */

@@ -50,7 +50,6 @@ typedef struct tkv_calibrate_options {
   size_t struct_size;
   const char* const* files; /* [num_files] kv-dumps of one model, with q */
   size_t num_files;
-  int32_t matrix_basis;  /* 1: also a weighted-PCA basis per layer and kv_head */
   int32_t no_thresholds; /* 1: leave alpha_high 1 and alpha_low 0 (dumps without significance) */
   double error_budget;   /* of alpha_high; 0: 0.25 */
   double prune_budget;   /* of alpha_low; 0: every token is kept */
@@ -62,8 +61,8 @@ typedef struct tkv_calibrate_options {
   int32_t overwrite;    /* 1: replaces a profile that exists */
 } tkv_calibrate_options;
 
-/* Writes a profile of what dumps can tell: means, energies, bases and thresholds of a model. TKV_IO
- * where the profile is one of the dumps, or exists and `overwrite` is 0. */
+/* Writes a profile of what dumps can tell: means, energies and thresholds of a model. TKV_IO where
+ * the profile is one of the dumps, or exists and `overwrite` is 0. */
 TKV_API tkv_status tkv_calibrate(tkv_calibrate_options* options, const char* profile,
                                  tkv_error* error);
 
@@ -94,12 +93,9 @@ TKV_API tkv_status tkv_assign_classes(const double* shares, int32_t num_shares,
 typedef struct tkv_profile_component {
   size_t struct_size;
   tkv_component component;
-  int32_t matrix_steps; /* 1: steps are for coordinates in the matrix basis */
-  double error;         /* what steps aim at: of logits for keys, relative for values */
-  float* steps;         /* out [rows] */
-  float* means;         /* out [rows, head_dim] */
-  float* forward;       /* out [rows, head_dim, head_dim]; TKV_NOT_FOUND without a matrix basis */
-  float* inverse;       /* likewise */
+  double error; /* what steps aim at: of logits for keys, relative for values */
+  float* steps; /* out [rows] */
+  float* means; /* out [rows, head_dim] */
 } tkv_profile_component;
 TKV_API tkv_status tkv_profile_get_component(const tkv_profile* profile,
                                              const tkv_profile_component* component,

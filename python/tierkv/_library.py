@@ -129,10 +129,9 @@ class AnalyzeOptions(Struct):
 
 
 class CalibrateOptions(Struct):
-    _fields_ = [("struct_size", c_size_t), ("files", POINTER(c_char_p)), ("num_files", c_size_t), ("matrix_basis", c_int32),
-                ("no_thresholds", c_int32), ("error_budget", c_double), ("prune_budget", c_double), ("threads", c_int32),
-                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double), ("model_id", c_char_p),
-                ("overwrite", c_int32)]
+    _fields_ = [("struct_size", c_size_t), ("files", POINTER(c_char_p)), ("num_files", c_size_t), ("no_thresholds", c_int32),
+                ("error_budget", c_double), ("prune_budget", c_double), ("threads", c_int32), ("progress", POINTER(ProgressStruct)),
+                ("alpha_high", c_double), ("alpha_low", c_double), ("model_id", c_char_p), ("overwrite", c_int32)]
 
 
 class CompressOptions(Struct):
@@ -150,10 +149,9 @@ class ProfileData(Struct):
     _fields_ = [("struct_size", c_size_t), ("model_id", c_char_p), ("num_layers", c_int32), ("num_q_heads", c_int32),
                 ("num_kv_heads", c_int32), ("head_dim", c_int32), ("sm_scale", c_double), ("alpha_high", c_double),
                 ("alpha_low", c_double), ("rope_pairing", c_int32), ("rope_dims", c_int32), ("rope_layers", c_int32),
-                ("matrix_basis", c_int32), ("rope_inv_freq", c_void_p), ("key_mean", c_void_p), ("value_mean", c_void_p),
-                ("key_mean_before_rope", c_void_p), ("query_energy", c_void_p), ("query_trace", c_void_p), ("value_signal", c_void_p),
-                ("key_scale", c_void_p), ("value_scale", c_void_p), ("key_sensitivity", c_void_p), ("value_sensitivity", c_void_p),
-                ("joint_sensitivity", c_void_p)]
+                ("rope_inv_freq", c_void_p), ("key_mean", c_void_p), ("value_mean", c_void_p), ("key_mean_before_rope", c_void_p),
+                ("query_energy", c_void_p), ("query_trace", c_void_p), ("value_signal", c_void_p), ("key_scale", c_void_p),
+                ("value_scale", c_void_p), ("key_sensitivity", c_void_p), ("value_sensitivity", c_void_p), ("joint_sensitivity", c_void_p)]
     arrays: List[Any]
 
 
@@ -209,8 +207,7 @@ class KvUsage(Struct):
 
 
 class ProfileComponent(Struct):
-    _fields_ = [("struct_size", c_size_t), ("component", c_int32), ("matrix_steps", c_int32), ("error", c_double),
-                ("steps", c_void_p), ("means", c_void_p), ("forward", c_void_p), ("inverse", c_void_p)]
+    _fields_ = [("struct_size", c_size_t), ("component", c_int32), ("error", c_double), ("steps", c_void_p), ("means", c_void_p)]
 
 
 CORE: Dict[str, List[Any]] = {

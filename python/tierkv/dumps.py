@@ -153,10 +153,10 @@ def analyze(files: Files, presets: Union[None, str, Sequence[str]] = None, *, pr
     return [AnalysisResult(**r) for r in report["results"]]
 
 
-def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, thresholds: bool = True,
-              error_budget: float = 0.25, prune_budget: float = 0.0, model_id: Optional[str] = None, threads: int = 0,
-              progress: Optional[Progress] = None, overwrite: bool = False) -> TierThresholds:
-    """Writes a profile of what dumps can tell: means, energies, bases and tier thresholds. The dumps need q.
+def calibrate(files: Files, profile: lib.Path, *, thresholds: bool = True, error_budget: float = 0.25, prune_budget: float = 0.0,
+              model_id: Optional[str] = None, threads: int = 0, progress: Optional[Progress] = None,
+              overwrite: bool = False) -> TierThresholds:
+    """Writes a profile of what dumps can tell: means, energies and tier thresholds. The dumps need q.
 
     error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/guides/choose-a-format.md.
     model_id: the model's name in the profile; None: that of the dumps. Sensitivities need the model: python -m tierkv.calibrate.
@@ -165,10 +165,10 @@ def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, th
     if not 0 < error_budget <= 1:
         raise InvalidArgumentError("error_budget must be above 0 and at most 1")
     names, bar = _files(files), _ProgressCall(progress)
-    options = lib.CalibrateOptions(files=_strings(names), num_files=len(names), matrix_basis=matrix_basis,
-                                   no_thresholds=not thresholds, error_budget=error_budget, prune_budget=prune_budget,
-                                   model_id=None if model_id is None else model_id.encode(), threads=threads, progress=bar.pointer,
-                                   overwrite=overwrite)
+    options = lib.CalibrateOptions(files=_strings(names), num_files=len(names), no_thresholds=not thresholds,
+                                   error_budget=error_budget, prune_budget=prune_budget,
+                                   model_id=None if model_id is None else model_id.encode(), threads=threads,
+                                   progress=bar.pointer, overwrite=overwrite)
     bar.call("tkv_calibrate", options, lib.encode_path(profile))
     return TierThresholds(options.alpha_high, options.alpha_low)
 

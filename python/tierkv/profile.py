@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of models: means, query energies, head scales, sensitivities, steps, matrices and thresholds."""
+"""Profiles of models: means, query energies, head scales, sensitivities, steps and thresholds."""
 from __future__ import annotations
 
 import ctypes
@@ -22,30 +22,19 @@ Scalars = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Matrices:
-    forward: FloatArray  # [num_layers, num_kv_heads, head_dim, head_dim]
-    inverse: FloatArray  # likewise
-
-
-@dataclass(frozen=True)
 class ComponentProfile:
     """What a profile says of keys, or of values."""
 
     means: FloatArray  # [num_layers, num_kv_heads, head_dim]
     # [num_layers, num_kv_heads] for an error of 1: steps are proportional to what they aim at.
     unit_steps: FloatArray
-    unit_matrix_steps: Optional[FloatArray]  # of coordinates in the matrix basis
-    matrices: Optional[Matrices]
 
-    def steps(self, error: float, basis: str = "mean") -> FloatArray:
+    def steps(self, error: float) -> FloatArray:
         """Steps [num_layers, num_kv_heads] that lead to this error: of the logits for keys, relative for values."""
-        unit = self.unit_matrix_steps if basis == "matrix" else self.unit_steps
-        if unit is None:
-            raise InvalidArgumentError("the profile was calibrated without a matrix basis")
-        return np.asarray(error * unit.astype(np.float64), np.float32)
+        return np.asarray(error * self.unit_steps.astype(np.float64), np.float32)
 
 
-NO_COMPONENT = ComponentProfile(np.empty(0, np.float32), np.empty(0, np.float32), None, None)
+NO_COMPONENT = ComponentProfile(np.empty(0, np.float32), np.empty(0, np.float32))
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class ProfileData:
-    """What a profile holds but for matrices. None: unknown. Scalars of heads are [num_layers, num_kv_heads] float64."""
+    """What a profile holds. None: unknown. Scalars of heads are [num_layers, num_kv_heads] float64."""
 
     model_id: str
     num_layers: int
@@ -87,7 +76,7 @@ class ProfileData:
 
 @dataclass(frozen=True)
 class Profile(ProfileData):
-    """A profile that was read, with means, matrices and global steps."""
+    """A profile that was read, with means and global steps."""
 
     key: ComponentProfile = NO_COMPONENT
     value: ComponentProfile = NO_COMPONENT
@@ -118,7 +107,7 @@ def read_profile(path: lib.Path) -> Profile:
 
 
 def write_profile(path: lib.Path, profile: ProfileData) -> None:
-    """Replaces the file, whole or not at all. Matrices are not written."""
+    """Replaces the file, whole or not at all."""
     lib.dumps().call("tkv_profile_write", profile_struct(profile), lib.encode_path(path))
 
 
@@ -188,18 +177,8 @@ def _rope(data: lib.ProfileData) -> Optional[Rope]:
 
 
 def _component(handle: ctypes.c_void_p, info: lib.ProfileData, name: str) -> ComponentProfile:
-    def array(*shape: int) -> FloatArray:
-        return np.empty((info.num_layers, info.num_kv_heads, *shape), np.float32)
-
-    def read(matrix: bool, **arrays: FloatArray) -> Tuple[FloatArray, ...]:
-        request = lib.ProfileComponent(component=COMPONENTS[name], matrix_steps=matrix, error=1.0,
-                                       **{field: pointer(a) for field, a in arrays.items()})
-        lib.dumps().call("tkv_profile_get_component", handle, request)
-        return tuple(arrays.values())
-
-    means, steps = read(False, means=array(info.head_dim), steps=array())
-    if not info.matrix_basis:
-        return ComponentProfile(means, steps, None, None)
-    square = (info.head_dim, info.head_dim)
-    forward, inverse, matrix_steps = read(True, forward=array(*square), inverse=array(*square), steps=array())
-    return ComponentProfile(means, steps, matrix_steps, Matrices(forward, inverse))
+    rows = (info.num_layers, info.num_kv_heads)
+    means, steps = np.empty((*rows, info.head_dim), np.float32), np.empty(rows, np.float32)
+    request = lib.ProfileComponent(component=COMPONENTS[name], error=1.0, steps=pointer(steps), means=pointer(means))
+    lib.dumps().call("tkv_profile_get_component", handle, request)
+    return ComponentProfile(means, steps)

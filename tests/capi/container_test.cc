@@ -151,7 +151,6 @@ TEST_F(CapiContainer, NoDamageGoesUnnoticed) {
   }
 }
 
-// Checks a profile without a matrix basis.
 void check_profile(const std::string& path) {
   tkv_error error = make<tkv_error>();
   tkv_profile* profile = nullptr;
@@ -160,7 +159,6 @@ void check_profile(const std::string& path) {
   EXPECT_EQ(tkv_profile_get_data(profile, &data, &error), TKV_OK) << error.message;
   EXPECT_EQ(data.num_layers * data.num_kv_heads, 12);
   EXPECT_EQ(data.head_dim, 128);
-  EXPECT_EQ(data.matrix_basis, 0);
   EXPECT_EQ(data.rope_pairing, 1);  // the dump says how it was rotated
   EXPECT_EQ(data.key_sensitivity, nullptr);
   EXPECT_EQ(data.key_mean_before_rope, nullptr);
@@ -184,9 +182,6 @@ void check_profile(const std::string& path) {
   c.error = 0.25;
   c.component = 2;
   EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_INVALID_ARGUMENT);
-  c.component = TKV_KEY;
-  c.matrix_steps = 1;
-  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_NOT_FOUND) << error.message;
   tkv_profile_destroy(profile);
 }
 
@@ -360,8 +355,7 @@ TEST_F(CapiContainer, BadProfilesAreNotWritten) {
                {[](tkv_profile_data* d) { d->rope_pairing = 3; }, "rope_pairing"},
                {[](tkv_profile_data* d) { d->rope_layers = 2; }, "rope_layers"},
                {[](tkv_profile_data* d) { d->rope_dims = 3; }, "rope"},
-               {[](tkv_profile_data* d) { d->rope_inv_freq = nullptr; }, "rope_inv_freq is null"},
-               {[](tkv_profile_data* d) { d->matrix_basis = 1; }, "matrix_basis"}};
+               {[](tkv_profile_data* d) { d->rope_inv_freq = nullptr; }, "rope_inv_freq is null"}};
   for (const auto& c : cases) {
     WrittenProfile in;
     c.edit(&in.data);

@@ -129,7 +129,6 @@ class BadInput(CliTest):
         self.expect(run("analyze", "--preset", "diffkv", path), 3, path, "significance")
         self.expect(run("calibrate", "-o", self.dir / "p.h5", path), 3, path, "significance", "--no-thresholds")
         self.expect(run("analyze", "--preset", "k8v4:group_k=48", path), 3, "group 48")
-        self.expect(run("analyze", "--preset", "step:basis=matrix", path), 3, "profile")
         self.expect(run("analyze", "--profile", path, path), 3, "kv-profile")
 
     def test_values_beyond_the_format_are_named(self):

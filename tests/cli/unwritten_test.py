@@ -26,6 +26,13 @@ class Unwritten(CliTest):
         self.assertEqual(sorted(os.listdir(self.dir)), self.before, where)
         self.assertEqual(self.out.read_bytes(), OLDER, where)
 
+    def many_heads(self):
+        """A dump whose profile takes a megabyte."""
+        dump = self.dir / "many_heads.h5"
+        self.assertEqual(run("synth", "-o", dump, "--layers", 16, "--q-heads", 32, "--kv-heads", 32, "--tokens", 16, "--queries", 8,
+                             "--seed", self.seed).returncode, 0)
+        return dump
+
     def test_a_full_disk(self):
         disk = self.dir / "disk"
         disk.mkdir()
@@ -42,7 +49,7 @@ class Unwritten(CliTest):
             self.skipTest("needs leave to mount a tmpfs in a namespace of its own")
         for command in (("compress", "--preset", "k8v4", SAMPLE, out), ("decompress", self.tkv, out),
                         ("decompress", "--gzip", 1, self.tkv, out), ("decompress", "--threads", 1, self.tkv, out),
-                        ("calibrate", "--basis", "matrix", SAMPLE, "-o", out), ("synth", "-o", out, "--tokens", 500),
+                        ("calibrate", "--no-thresholds", self.many_heads(), "-o", out), ("synth", "-o", out, "--tokens", 500),
                         ("convert", SAMPLE, disk / "out.safetensors")):
             for kibibytes in (4, 8, 40, 300):
                 where = f"seed {self.seed}: {command} with {kibibytes} KiB"
@@ -140,10 +147,8 @@ class Unwritten(CliTest):
 
     def test_a_signal_while_a_profile_is_written(self):
         # Milliseconds, which the signal may miss: then the profile is there, whole.
-        dump = self.dir / "many_heads.h5"
-        self.assertEqual(run("synth", "-o", dump, "--layers", 8, "--q-heads", 16, "--kv-heads", 16, "--tokens", 32, "--queries", 16,
-                             "--seed", self.seed).returncode, 0)
-        command = ("calibrate", "--basis", "matrix", "--no-thresholds", dump, "-o", self.out)
+        dump = self.many_heads()
+        command = ("calibrate", "--no-thresholds", dump, "-o", self.out)
         self.before = sorted(os.listdir(self.dir))
         for number in SIGNALS:
             where = f"seed {self.seed}: calibrate and {number.name}"

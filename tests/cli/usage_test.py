@@ -74,7 +74,7 @@ class Usage(CliTest):
         for command, options in (
                 (["analyze", SAMPLE], {"--threads": ("0", "1025", "x", "1.5")}),
                 (["decompress", SAMPLE, out], {"--gzip": ("10", "-1"), "--dtype": ("int8",)}),
-                (["calibrate", SAMPLE, "-o", out], {"--basis": ("pca",), "--error-budget": ("1.1", "nan"), "--prune-budget": ("-1", "x")}),
+                (["calibrate", SAMPLE, "-o", out], {"--error-budget": ("1.1", "nan"), "--prune-budget": ("-1", "x")}),
                 (["synth", "-o", out], {"--layers": ("0", "5000"), "--q-heads": ("0", "3"), "--kv-heads": ("0", "3", "16"), "--head-dim": ("0", "4097"),
                                         "--tokens": ("0", "1,x", "1,,2", "1,", "200000000"), "--dtype": ("float64",), "--queries": ("-1",), "--seed": ("-1", "x"),
                                         "--outliers": ("-1", "129"), "--outlier-scale": ("-1", "inf"), "--heavy": ("2", "nan"),

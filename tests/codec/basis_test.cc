@@ -61,16 +61,6 @@ TEST_F(BasisTest, MeansAreRoundedToHalfAndUndoneExactly) {
   EXPECT_EQ(x[0], 0.0f);
 }
 
-TEST_F(BasisTest, MatrixAndItsInverse) {
-  // y = x A with A = [[2, 1], [0, 1]]; the inverse is [[0.5, -0.5], [0, 1]].
-  const Basis b = Basis::matrix({0, 0}, {2, 1, 0, 1}, {0.5f, -0.5f, 0, 1});
-  std::vector<float> x = {3, 4};
-  b.apply(x.data(), 1);
-  EXPECT_EQ(x, (std::vector<float>{6, 7}));
-  b.undo(x.data(), 1);
-  EXPECT_EQ(x, (std::vector<float>{3, 4}));
-}
-
 // The step's promise, by simulation: uniform errors of width step_K give logits an error of
 // standard deviation k.
 TEST_F(BasisTest, KeyStepGivesTheLogitErrorItPromises) {

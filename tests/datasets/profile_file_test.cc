@@ -35,12 +35,8 @@ class ProfileTest : public DumpTest {
       if (!full) continue;
       r.key_scale = positive(1)[0];
       r.value_scale = positive(1)[0];
-      r.key_matrix_trace = positive(1)[0];
-      r.value_matrix_trace = positive(1)[0];
       r.key_mean_before_rope = values(8, DType::kFloat32);
       for (const double e : positive(8)) r.query_energy.push_back(static_cast<float>(e));
-      for (auto* m : {&r.key_forward, &r.key_inverse, &r.value_forward, &r.value_inverse})
-        *m = values(64, DType::kFloat32);
     }
     if (!full) return p;
     p.key_sensitivity = positive(6);
@@ -73,15 +69,12 @@ void expect_equal(const Profile& a, const Profile& b) {
   EXPECT_EQ(a.joint_sensitivity, b.joint_sensitivity);
   ASSERT_EQ(a.rows.size(), b.rows.size());
   for (size_t i = 0; i < a.rows.size(); ++i) {
-    for (const auto field :
-         {&RowProfile::key_mean, &RowProfile::value_mean, &RowProfile::key_mean_before_rope,
-          &RowProfile::query_energy, &RowProfile::key_forward, &RowProfile::key_inverse,
-          &RowProfile::value_forward, &RowProfile::value_inverse}) {
+    for (const auto field : {&RowProfile::key_mean, &RowProfile::value_mean,
+                             &RowProfile::key_mean_before_rope, &RowProfile::query_energy}) {
       EXPECT_EQ(a.rows[i].*field, b.rows[i].*field);
     }
     for (const auto field : {&RowProfile::query_trace, &RowProfile::value_signal,
-                             &RowProfile::key_scale, &RowProfile::value_scale,
-                             &RowProfile::key_matrix_trace, &RowProfile::value_matrix_trace}) {
+                             &RowProfile::key_scale, &RowProfile::value_scale}) {
       EXPECT_EQ(a.rows[i].*field, b.rows[i].*field);
     }
   }
@@ -147,9 +140,9 @@ TEST_F(ProfileTest, BadProfilesAreNamed) {
        },
        StatusCode::kNonFinite, "/key_mean: holds a value that is not finite"},
       {[](hid_t f) {
-         replace(f, "/key_forward", H5T_IEEE_F32LE, {6, 8, 7});
+         replace(f, "/query_energy", H5T_IEEE_F32LE, {6, 7});
        },
-       StatusCode::kCorrupt, "/key_forward: has another shape"},
+       StatusCode::kCorrupt, "/query_energy: has another shape"},
       {[](hid_t f) {
          replace(f, "/query_energy", H5T_IEEE_F32LE, {6, 8}, -1);
        },
@@ -160,8 +153,6 @@ TEST_F(ProfileTest, BadProfilesAreNamed) {
        "/value_scale: is missing"},
       {[](hid_t f) { replace(f, "/query_trace", H5T_IEEE_F64LE, {6}, -1); }, StatusCode::kCorrupt,
        "/query_trace: holds a value that is negative"},
-      {[](hid_t f) { remove(f, "/key_matrix_trace"); }, StatusCode::kNotFound,
-       "/key_matrix_trace: is missing"},
       {[](hid_t f) { replace(f, "/joint_sensitivity", H5T_IEEE_F64LE, {5}, 1); },
        StatusCode::kCorrupt, "/joint_sensitivity: has another shape"},
       {[](hid_t f) { replace(f, "/key_sensitivity", H5T_IEEE_F64LE, {6}, NAN); },

@@ -41,15 +41,10 @@ void build(Input& in, hid_t file) {
   attribute_double(in, root.id(), "alpha_l", 0);
   rope(in, file, root.id(), layers, dim);
   const hsize_t rows = layers * heads;
-  const bool matrices = in.one_in(2);
   for (const char* name : {"key_mean", "value_mean", "key_mean_before_rope", "query_energy"})
     dataset(in, file, name, H5T_IEEE_F32LE, {rows, dim});
-  for (const char* name : {"key_forward", "key_inverse", "value_forward", "value_inverse"}) {
-    if (matrices) dataset(in, file, name, H5T_IEEE_F32LE, {rows, dim, dim});
-  }
-  for (const char* name :
-       {"query_trace", "value_signal", "key_scale", "value_scale", "key_matrix_trace",
-        "value_matrix_trace", "key_sensitivity", "value_sensitivity", "joint_sensitivity"}) {
+  for (const char* name : {"query_trace", "value_signal", "key_scale", "value_scale",
+                           "key_sensitivity", "value_sensitivity", "joint_sensitivity"}) {
     dataset(in, file, name, H5T_IEEE_F64LE, {rows}, 1);
   }
 }

@@ -52,7 +52,7 @@ constexpr const char* kRecorded[] = {"fp16",
                                      "small:only=v",
                                      "k8v4:only=k+huffman"};
 // With profile.h5.
-constexpr const char* kProfiled[] = {"step:window=8,basis=matrix", "small:window=8,k=0.4,v=0.4"};
+constexpr const char* kProfiled[] = {"step:window=8,basis=mean", "small:window=8,k=0.4,v=0.4"};
 
 std::vector<uint8_t> compressed(const char* preset, const Profile* profile = nullptr) {
   auto reader = std::move(datasets::DumpReader::open(golden::path("dump.h5")).value());

@@ -329,8 +329,8 @@ class Dumps(PackageTest):
         self.assertLess(shared.bits_per_value, own.bits_per_value)
 
     def test_profiles_are_read(self):
-        path = self.dir / "matrix.h5"
-        tierkv.calibrate(SAMPLE, path, matrix_basis=True)
+        path = self.dir / "read.h5"
+        tierkv.calibrate(SAMPLE, path)
         profile = tierkv.read_profile(path)
         for given in (path, str(path), profile):
             np.testing.assert_array_equal(tierkv.StoreConfig(6, 8, 2, 128, 1, 64, profile=given).profile.key_mean, profile.key_mean)
@@ -338,9 +338,7 @@ class Dumps(PackageTest):
         self.assertEqual((profile.num_layers, profile.num_kv_heads, profile.head_dim), (6, 2, 128))
         with h5py.File(path) as f:
             self.assertEqual((profile.alpha_high, profile.alpha_low), (f.attrs["alpha_h"], f.attrs["alpha_l"]))
-            names = ("query_trace", "value_signal", "key_matrix_trace", "value_matrix_trace")
-            query, signal, key_matrix, value_matrix = (np.asarray(f[name]) for name in names)
-            query *= 1.01  # the ridge of codec/format/global_step.h
+            query, signal = 1.01 * f["query_trace"][:], f["value_signal"][:]  # with the ridge of codec/format/global_step.h
             self.assertEqual(profile.model_id, f.attrs["model_id"].decode())
             for name in ("key_mean", "value_mean", "query_energy"):
                 np.testing.assert_array_equal(getattr(profile, name).reshape(12, 128), f[name])
@@ -348,14 +346,10 @@ class Dumps(PackageTest):
                 np.testing.assert_array_equal(getattr(profile, name).ravel(), f[name])
         np.testing.assert_allclose(profile.query_energy.sum(-1), profile.query_trace, rtol=1e-5)
         with h5py.File(path) as f:
-            for name, part, plain, matrix in (
-                    ("key", profile.key, np.sqrt(12 * 128 / query), np.sqrt(12 * 128 / key_matrix)),
-                    ("value", profile.value, np.sqrt(12 * signal / 128), np.sqrt(12 * signal / value_matrix))):
+            for name, part, steps in (("key", profile.key, np.sqrt(12 * 128 / query)),
+                                      ("value", profile.value, np.sqrt(12 * signal / 128))):
                 np.testing.assert_array_equal(part.means.reshape(12, 128), f[f"{name}_mean"])
-                np.testing.assert_array_equal(part.matrices.forward.reshape(12, 128, 128), f[f"{name}_forward"])
-                np.testing.assert_array_equal(part.matrices.inverse.reshape(12, 128, 128), f[f"{name}_inverse"])
-                np.testing.assert_allclose(part.steps(0.3).ravel(), 0.3 * plain, rtol=1e-6)
-                np.testing.assert_allclose(part.steps(0.3, "matrix").ravel(), 0.3 * matrix, rtol=1e-6)
+                np.testing.assert_allclose(part.steps(0.3).ravel(), 0.3 * steps, rtol=1e-6)
 
     def random_profile(self, **fields):
         rows = (3, 2)
@@ -418,11 +412,7 @@ class Dumps(PackageTest):
         np.testing.assert_array_equal(classes.ravel()[order], [0] * 9 + [1] * 36 + [2] * 45)
         self.assertRaises(tierkv.InvalidArgumentError, tierkv.head_scales, [1.0, 0.0])
 
-    def test_what_a_profile_lacks(self):
-        tierkv.calibrate(SAMPLE, self.dir / "plain.h5")
-        profile = tierkv.read_profile(self.dir / "plain.h5")
-        self.assertIsNone(profile.key.matrices)
-        self.assertRaises(ValueError, profile.value.steps, 1, "matrix")
+    def test_files_that_are_no_profiles(self):
         self.assertRaises(OSError, tierkv.read_profile, "/nowhere.h5")
         self.assertRaises(tierkv.TierkvError, tierkv.read_profile, SAMPLE)
 

@@ -191,14 +191,7 @@ def undo_basis(data, y):
         y = hadamard_undo(y)
         if b.at == len(data):
             return y
-    mean = b.array("f2", d).astype(np.float32)
-    if kind == 3:
-        b.array("f4", d * d)
-        inverse, total = b.array("f4", d * d).reshape(d, d).astype(np.float64), np.zeros(y.shape)
-        for i in range(d):
-            total += y[:, i:i + 1].astype(np.float64) * inverse[i]
-        y = total.astype(np.float32)
-    return y + mean
+    return y + b.array("f2", d).astype(np.float32)
 
 
 def units(unit, group, n, d):

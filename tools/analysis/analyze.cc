@@ -44,12 +44,6 @@ Status suits(const datasets::DumpInfo& info, const Preset& preset, const Analyze
   const Scheme scheme = preset.scheme.for_head_dim(info.layout.head_dim);
   if (Status s = scheme.validate(info.layout.head_dim); !s) return s.with_context(where);
   if (Status s = check_sensitivities(scheme, o.profile); !s) return s.with_context(where);
-  const bool matrix = scheme.high.k.basis == BasisKind::kMatrix;
-  if (matrix && (o.profile == nullptr || o.profile->rows[0].key_forward.empty())) {
-    return Status(StatusCode::kInvalidArgument, where +
-                                                    ": basis=matrix needs a profile with bases "
-                                                    "(--profile, tierkv calibrate --basis matrix)");
-  }
   const bool needs_q = scheme.needs_queries() && o.profile == nullptr;
   for (size_t i = 0; i < info.sequences.size(); ++i) {
     const datasets::SequenceInfo& seq = info.sequences[i];

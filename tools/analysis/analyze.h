@@ -65,7 +65,7 @@ struct AnalyzeOptions {
   std::string only_sequence;  // empty: all
   int32_t threads = 1;
   bool details = false;              // AnalyzeResult::detail: codes are counted in one more pass
-  const Profile* profile = nullptr;  // means, steps and bases; null: each sequence's own
+  const Profile* profile = nullptr;  // means and steps; null: each sequence's own
   std::function<void(double)> progress;  // fraction done, one call at a time
 
   int32_t end_layer(const CacheLayout& layout) const {

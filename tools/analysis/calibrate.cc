@@ -3,12 +3,11 @@
 
 #include <fmt/format.h>
 
-#include <Eigen/Dense>
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <tuple>
 
-#include "codec/format/global_step.h"
 #include "codec/format/rope_turn.h"
 #include "codec/host/parallel.h"
 #include "tools/analysis/analyze.h"
@@ -17,32 +16,36 @@
 namespace tierkv::analysis {
 namespace {
 
-using Matrix = Eigen::MatrixXd;
-
 constexpr double kMaxHalf = 65504;
 
-// Sums over tokens and queries of one (layer, kv_head).
+void add_squares(const float* x, int64_t n, std::vector<double>* squares) {
+  const size_t d = squares->size();
+  for (int64_t t = 0; t < n; ++t, x += d) {
+    for (size_t i = 0; i < d; ++i) (*squares)[i] += static_cast<double>(x[i]) * x[i];
+  }
+}
+
+// Sums over tokens and queries of one (layer, kv_head), by channel.
 struct Moments {
   int64_t tokens = 0, queries = 0;
-  Eigen::VectorXd k, v;
-  Matrix kk, vv, qq;
+  std::vector<double> k, v;
+  std::vector<double> kk, vv, qq;  // of squares
 
-  explicit Moments(int32_t d)
-      : k(Eigen::VectorXd::Zero(d)), v(k), kk(Matrix::Zero(d, d)), vv(kk), qq(kk) {}
+  explicit Moments(int32_t d) : k(d), v(d), kk(d), vv(d), qq(d) {}
 
   // The sinks are left out, unless the sequence has nothing else.
-  void add(const LayerData& l, int32_t h, int32_t d) {
+  void add(const LayerData& l, int32_t h) {
     constexpr int64_t kRows = 256;
+    const auto d = static_cast<int64_t>(k.size());
     const int64_t first = l.tokens > kCalibrationSinks ? kCalibrationSinks : 0;
-    Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor> x;
-    const auto add_rows = [&](const RowData& row, Eigen::VectorXd* sum, Matrix* square) {
+    std::vector<float> x(kRows * d);
+    const auto add_rows = [&](const RowData& row, std::vector<double>* sum,
+                              std::vector<double>* squares) {
       for (int64_t t = first; t < l.tokens; t += kRows) {
         const int64_t n = std::min(kRows, l.tokens - t);
-        x.resize(n, d);
         row_to_float(row, t, n, x.data());
-        const Matrix y = x.cast<double>();
-        *sum += y.colwise().sum().transpose();
-        *square += y.transpose() * y;
+        for (int64_t i = 0; i < n * d; ++i) (*sum)[i % d] += x[i];
+        add_squares(x.data(), n, squares);
       }
     };
     add_rows(l.k[h], &k, &kk);
@@ -54,15 +57,8 @@ struct Moments {
     if (first_query == in_head) first_query = 0;
     const auto all = static_cast<int64_t>(l.q[h].size()) / d;
     for (int64_t head = 0; head < all; head += in_head) {
-      for (int64_t t = first_query; t < in_head; t += kRows) {
-        const int64_t m = std::min(kRows, in_head - t);
-        const Matrix y =
-            Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>(
-                l.q[h].data() + (head + t) * d, m, d)
-                .cast<double>();
-        qq += y.transpose() * y;
-        queries += m;
-      }
+      add_squares(l.q[h].data() + (head + first_query) * d, in_head - first_query, &qq);
+      queries += in_head - first_query;
     }
   }
 };
@@ -70,64 +66,36 @@ struct Moments {
 // Which channel no profile can hold: its mean, and steps that suit it, would be beyond fp16. Empty:
 // none.
 std::string too_large(const Moments& m) {
-  const std::tuple<const char*, const Matrix&, int64_t> sums[] = {
+  const std::tuple<const char*, const std::vector<double>&, int64_t> sums[] = {
       {"keys", m.kk, m.tokens}, {"values", m.vv, m.tokens}, {"queries", m.qq, m.queries}};
   for (const auto& [name, squares, n] : sums) {
-    Eigen::Index channel = 0;
-    const double rms = std::sqrt(squares.diagonal().maxCoeff(&channel) / static_cast<double>(n));
+    const auto most = std::max_element(squares.begin(), squares.end());
+    const double rms = std::sqrt(*most / static_cast<double>(n));
     if (n == 0 || rms <= kMaxHalf) continue;
     return fmt::format("{} of a root mean square of {:.6g} in channel {}, beyond fp16 ({})", name,
-                       rms, channel, kMaxHalf);
+                       rms, most - squares.begin(), kMaxHalf);
   }
   return "";
 }
 
-std::vector<float> row_major(const Matrix& m) {
-  std::vector<float> out(m.size());
-  for (int64_t i = 0; i < m.rows(); ++i) {
-    for (int64_t j = 0; j < m.cols(); ++j) out[i * m.cols() + j] = static_cast<float>(m(i, j));
-  }
+std::vector<float> mean_of(const std::vector<double>& sums, int64_t n) {
+  std::vector<float> out;
+  for (const double s : sums) out.push_back(static_cast<float>(s / static_cast<double>(n)));
   return out;
 }
 
-// Coordinates in which the covariance, weighted by the metric, is diagonal: y = x M^(1/2) W, x = y
-// W^T M^(-1/2). Then tr(T^-1 M T^-T) = dim, whatever M is.
-void weighted_pca(const Matrix& covariance, const Matrix& metric, Matrix* forward,
-                  Matrix* inverse) {
-  const Eigen::SelfAdjointEigenSolver<Matrix> m(metric);
-  const Eigen::VectorXd root = m.eigenvalues().cwiseMax(1e-30).cwiseSqrt();
-  const Matrix half = m.eigenvectors() * root.asDiagonal() * m.eigenvectors().transpose();
-  const Matrix inverse_half =
-      m.eigenvectors() * root.cwiseInverse().asDiagonal() * m.eigenvectors().transpose();
-  const Eigen::SelfAdjointEigenSolver<Matrix> w(half * covariance * half);
-  *forward = half * w.eigenvectors();
-  *inverse = w.eigenvectors().transpose() * inverse_half;
+double total_mean(const std::vector<double>& sums, int64_t n) {
+  return std::accumulate(sums.begin(), sums.end(), 0.0) / static_cast<double>(n);
 }
 
-RowProfile finish_row(const Moments& m, int32_t d, bool matrix_basis) {
+RowProfile finish_row(const Moments& m) {
   RowProfile row;
-  const auto n = static_cast<double>(m.tokens);
-  const Eigen::VectorXd k_mean = m.k / n, v_mean = m.v / n;
-  for (int32_t i = 0; i < d; ++i) {
-    row.key_mean.push_back(static_cast<float>(k_mean[i]));
-    row.value_mean.push_back(static_cast<float>(v_mean[i]));
-  }
-  row.value_signal = m.vv.trace() / n;
+  row.key_mean = mean_of(m.k, m.tokens);
+  row.value_mean = mean_of(m.v, m.tokens);
+  row.value_signal = total_mean(m.vv, m.tokens);
   if (m.queries == 0) return row;
-  Matrix metric = m.qq / static_cast<double>(m.queries);
-  row.query_trace = metric.trace();
-  for (const double e : metric.diagonal()) row.query_energy.push_back(static_cast<float>(e));
-  if (!matrix_basis) return row;
-  metric.diagonal().array() += kMetricRidge * metric.trace() / d;
-  Matrix forward, inverse;
-  weighted_pca(m.kk / n - k_mean * k_mean.transpose(), metric, &forward, &inverse);
-  row.key_forward = row_major(forward);
-  row.key_inverse = row_major(inverse);
-  row.key_matrix_trace = (inverse * metric * inverse.transpose()).trace();
-  weighted_pca(m.vv / n - v_mean * v_mean.transpose(), Matrix::Identity(d, d), &forward, &inverse);
-  row.value_forward = row_major(forward);
-  row.value_inverse = row_major(inverse);
-  row.value_matrix_trace = (inverse * inverse.transpose()).trace();
+  row.query_trace = total_mean(m.qq, m.queries);
+  row.query_energy = mean_of(m.qq, m.queries);
   return row;
 }
 
@@ -244,8 +212,8 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
     if (Status s = check_unpruned(dump.info()); !s) return s;
   }
   const CacheLayout& layout = dumps.front().info().layout;
-  const int32_t d = layout.head_dim, heads = layout.num_kv_heads;
-  std::vector<Moments> moments(layout.num_layers * heads, Moments(d));
+  const int32_t heads = layout.num_kv_heads;
+  std::vector<Moments> moments(layout.num_layers * heads, Moments(layout.head_dim));
   for (size_t i = 0; i < dumps.size(); ++i) {
     const datasets::DumpInfo& info = dumps[i].info();
     for (size_t seq = 0; seq < info.sequences.size(); ++seq) {
@@ -261,9 +229,8 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
                                                    "/layer/" + std::to_string(l) +
                                                    " has no q; calibration needs queries");
         }
-        parallel_for(heads, options.threads, [&](int64_t h) {
-          moments[l * heads + h].add(data, static_cast<int32_t>(h), d);
-        });
+        parallel_for(heads, options.threads,
+                     [&](int64_t h) { moments[l * heads + h].add(data, static_cast<int32_t>(h)); });
         for (int32_t h = 0; h < heads; ++h) {
           const std::string why = too_large(moments[l * heads + h]);
           if (why.empty()) continue;
@@ -278,7 +245,7 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
   }
   profile.rows.resize(moments.size());
   parallel_for(static_cast<int64_t>(moments.size()), options.threads, [&](int64_t i) {
-    profile.rows[i] = finish_row(moments[i], d, options.matrix_basis);
+    profile.rows[i] = finish_row(moments[i]);
     share_energies(profile.rope_of(static_cast<int32_t>(i / heads)), &profile.rows[i]);
     if (!layout.rope_applied) profile.rows[i].key_mean_before_rope = profile.rows[i].key_mean;
   });

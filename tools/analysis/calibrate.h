@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calibration from dumps: what keys, values and queries alone can tell. Means, energies and bases
-// come from all sequences given, without their first kCalibrationSinks tokens; the tier thresholds
-// from the attention error they cause. Sensitivities need the model (python/tierkv/calibrate.py).
+// Calibration from dumps: what keys, values and queries alone can tell. Means and energies come
+// from all sequences given, without their first kCalibrationSinks tokens; the tier thresholds from
+// the attention error they cause. Sensitivities need the model (python/tierkv/calibrate.py).
 #pragma once
 
 #include <functional>
@@ -16,8 +16,7 @@ namespace tierkv::analysis {
 inline constexpr int32_t kCalibrationSinks = 4;
 
 struct CalibrateOptions {
-  bool matrix_basis = false;  // weighted PCA of keys (metric E[q q^T]) and PCA of values
-  bool thresholds = true;     // choose alpha_high and alpha_low; needs significance
+  bool thresholds = true;  // choose alpha_high and alpha_low; needs significance
   // alpha_high: the largest whose online attention error stays below that of all tokens high plus
   // this share of the way to all tokens low. alpha_low: the largest that adds at most
   // `prune_budget` (relative) to that error; 0 keeps everything, which is the default because

@@ -13,7 +13,7 @@ namespace {
 
 struct Arguments {
   std::vector<std::string> files;
-  std::string output, basis = "mean";
+  std::string output;
   analysis::CalibrateOptions options;
   bool no_thresholds = false, json = false, force = false;
 };
@@ -36,7 +36,6 @@ int run(Arguments& args) {
   }
   ProgressBar bar("calibrate");
   args.options.progress = [&](double fraction) { bar.update(fraction); };
-  args.options.matrix_basis = args.basis == "matrix";
   args.options.thresholds = !args.no_thresholds;
   Result<Profile> profile = analysis::calibrate(dumps, args.options);
   bar.finish();
@@ -49,21 +48,17 @@ int run(Arguments& args) {
                  profile->alpha_low);
   }
   if (args.json) {
-    nlohmann::ordered_json j = {{"schema", "tierkv.calibrate/2"},
-                                {"profile", args.output},
-                                {"model_id", profile->model_id},
-                                {"alpha_h", profile->alpha_high},
-                                {"alpha_l", profile->alpha_low},
-                                {"num_layers", profile->num_layers},
-                                {"num_kv_heads", profile->num_kv_heads},
-                                {"head_dim", profile->head_dim},
-                                {"basis", args.basis}};
+    nlohmann::ordered_json j = {
+        {"schema", "tierkv.calibrate/2"},        {"profile", args.output},
+        {"model_id", profile->model_id},         {"alpha_h", profile->alpha_high},
+        {"alpha_l", profile->alpha_low},         {"num_layers", profile->num_layers},
+        {"num_kv_heads", profile->num_kv_heads}, {"head_dim", profile->head_dim}};
     return print_result(analysis::json_text(j, 1));
   }
   std::string text =
-      fmt::format("{}: {} layers, {} kv heads, head_dim {}, basis {}, alpha_h {}, alpha_l {}\n",
-                  args.output, profile->num_layers, profile->num_kv_heads, profile->head_dim,
-                  args.basis, profile->alpha_high, profile->alpha_low);
+      fmt::format("{}: {} layers, {} kv heads, head_dim {}, alpha_h {}, alpha_l {}\n", args.output,
+                  profile->num_layers, profile->num_kv_heads, profile->head_dim,
+                  profile->alpha_high, profile->alpha_low);
   return print_result(text);
 }
 
@@ -72,13 +67,10 @@ int run(Arguments& args) {
 void add_calibrate(CLI::App& app, int* exit_code) {
   auto args = std::make_shared<Arguments>();
   args->options.threads = default_threads();
-  CLI::App* c = app.add_subcommand(
-      "calibrate", "Write a profile (means, energies, bases, tier thresholds) from dumps");
+  CLI::App* c = app.add_subcommand("calibrate",
+                                   "Write a profile (means, energies, tier thresholds) from dumps");
   c->add_option("FILE", args->files, "kv-dump files of one model, with q")->required();
   c->add_option("-o,--output", args->output, "Profile to write (HDF5)")->required();
-  c->add_option("--basis", args->basis,
-                "mean, or matrix: also a weighted-PCA basis per layer and kv head")
-      ->check(CLI::IsMember({"mean", "matrix"}));
   CLI::Option* without =
       c->add_flag("--no-thresholds", args->no_thresholds,
                   "Leave alpha_h = 1 and alpha_l = 0 (dumps without significance)");

@@ -124,8 +124,6 @@ std::vector<uint8_t> serialize_basis(const StoredBasis& stored) {
   w.f32(stored.step);
   w.u32(0);
   for (const float x : b.mean) w.u16(float_to_half(x));
-  for (const float x : b.forward) w.f32(x);
-  for (const float x : b.inverse) w.f32(x);
   return bytes;
 }
 

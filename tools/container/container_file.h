@@ -16,7 +16,7 @@ namespace tierkv::analysis {
 struct CompressOptions {
   Preset preset;
   int32_t threads = 1;
-  const Profile* profile = nullptr;      // means, steps and bases; null: each sequence's own
+  const Profile* profile = nullptr;      // means and steps; null: each sequence's own
   std::function<void(double)> progress;  // fraction done, called by one thread at a time
   bool without_queries = false;          // nothing is carried over but keys and values
   bool overwrite = true;                 // a file that stands at the path in the end

@@ -243,18 +243,12 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
   }
   if (Status s = scheme.validate(info.layout.head_dim); !s) return refuse(s.code(), s.message());
   const Profile* p = options.profile;
-  const bool matrix =
-      scheme.high.k.basis == BasisKind::kMatrix || scheme.high.v.basis == BasisKind::kMatrix;
   if (p != nullptr) {
     if (Status s = p->check_model(info.layout, info.model_id); !s)
       return refuse(s.code(), s.message());
     if (Status s = check_rope(info, p); !s) return s;
   }
   if (Status s = check_sensitivities(scheme, p); !s) return refuse(s.code(), s.message());
-  if (matrix && (p == nullptr || p->rows.empty() || p->rows[0].key_forward.empty())) {
-    return refuse(StatusCode::kInvalidArgument,
-                  "basis=matrix needs a profile with bases (calibrate --basis matrix)");
-  }
   for (const datasets::SequenceInfo& seq : info.sequences) {
     for (const datasets::LayerInfo& l : seq.layers) {
       if (scheme.needs_queries() && p == nullptr && !l.has_q) {

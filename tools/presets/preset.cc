@@ -109,14 +109,12 @@ void read_step(KeyReader& keys, Scheme* s) {
   std::string basis = "mean";
   keys.number("k", &k, 1e-6, 1e3);
   keys.number("v", &v, 1e-6, 1e3);
-  keys.word("basis", &basis, {"none", "mean", "hadamard", "matrix"});
+  keys.word("basis", &basis, {"none", "mean", "hadamard"});
   read_window(keys, s);
   s->high.k = stepped(StepRule::kAbsolute, Unit::kGlobal, 0, k);
   s->high.v = stepped(StepRule::kAbsolute, Unit::kGlobal, 0, v);
-  static const std::map<std::string, BasisKind> kBases = {{"none", BasisKind::kNone},
-                                                          {"mean", BasisKind::kMean},
-                                                          {"hadamard", BasisKind::kHadamard},
-                                                          {"matrix", BasisKind::kMatrix}};
+  static const std::map<std::string, BasisKind> kBases = {
+      {"none", BasisKind::kNone}, {"mean", BasisKind::kMean}, {"hadamard", BasisKind::kHadamard}};
   s->high.k.basis = s->high.v.basis = kBases.at(basis);
   s->coder = Coder::kHuffman;
 }

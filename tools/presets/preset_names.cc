@@ -41,7 +41,7 @@ std::string preset_help() {
                    token, means removed, Huffman                           books=1 importance=on|off; a profile without
                                                                            sensitivities needs k= and v=
   step             one step per layer and head, Huffman                    k=0.3 v=0.25
-                                                                           basis=mean|none|hadamard|matrix
+                                                                           basis=mean|none|hadamard
   snapkv           prune to a share of each head, by the newest queries    keep=0.5 window=64 format=k16v16
   h2o              prune to a share of each head, by attention received    keep=0.5 format=k16v16
   zstd-fp16        zstd of the raw bytes                                   level=3

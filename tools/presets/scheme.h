@@ -95,10 +95,10 @@ struct Scheme {
   }
   bool needs_significance() const { return tiered || eviction == Eviction::kH2o; }
   bool needs_queries() const { return high.k.step_rule == StepRule::kAbsolute; }
-  // Means, steps or matrices of the rows.
+  // Means or steps of the rows.
   bool needs_statistics() const {
-    const auto basis = [](BasisKind b) { return b == BasisKind::kMean || b == BasisKind::kMatrix; };
-    return needs_queries() || key_means || basis(high.k.basis) || basis(high.v.basis);
+    return needs_queries() || key_means || high.k.basis == BasisKind::kMean ||
+           high.v.basis == BasisKind::kMean;
   }
   // Presets whose tokens fit unified pages of fixed-width tiles.
   bool has_fixed_pages() const;

@@ -14,23 +14,18 @@ Basis make_basis(const ComponentFormat& format, Component c, const RowProfile& r
     case BasisKind::kMean:
       return Basis::mean_removed(key ? row.key_mean : row.value_mean);
     case BasisKind::kHadamard:
-      return Basis::hadamard(head_dim);
-    case BasisKind::kMatrix:
       break;
   }
-  return key ? Basis::matrix(row.key_mean, row.key_forward, row.key_inverse)
-             : Basis::matrix(row.value_mean, row.value_forward, row.value_inverse);
+  return Basis::hadamard(head_dim);
 }
 
 double make_step(const ComponentFormat& format, Component c, const RowProfile& row,
                  double sm_scale) {
-  const bool matrix = format.basis == BasisKind::kMatrix;
   if (c == Component::kKey) {
-    return key_step(format.step * row.key_scale,
-                    matrix ? row.key_matrix_trace : (1 + kMetricRidge) * row.query_trace, sm_scale);
+    return key_step(format.step * row.key_scale, (1 + kMetricRidge) * row.query_trace, sm_scale);
   }
-  const double trace = matrix ? row.value_matrix_trace : static_cast<double>(row.value_mean.size());
-  return value_step(format.step * row.value_scale, row.value_signal, trace);
+  return value_step(format.step * row.value_scale, row.value_signal,
+                    static_cast<int32_t>(row.value_mean.size()));
 }
 
 }  // namespace tierkv::analysis
