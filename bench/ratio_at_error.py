@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the schemes with entropy coding gain over KIVI at KIVI's own attention error, as JSON on stdout.
 
-Every dump is measured with the means, steps and bases that `tierkv calibrate` takes from the *other* dumps, so nothing is fitted to
+Every dump is measured with the means and steps that `tierkv calibrate` takes from the *other* dumps, so nothing is fitted to
 what it is judged by. Windows are equal (64 raw tokens; KIVI adds its incomplete group). Every family's front of memory and online
 attention error is interpolated, linear in memory and in the logarithm of the error; a family that does not reach the error on both
 sides gets null.
@@ -26,7 +26,6 @@ FAMILIES = {
     "KVComp, channels": "kvcomp:unit=channel,window=64,rel_k=0.02/0.04/0.06/0.09/0.12/0.15,rel_v=0.04/0.06/0.08/0.12/0.15/0.2",
     "global step, mean basis": f"step:window=64,basis=mean,{STEPS}",
     "global step, Hadamard basis": f"step:window=64,basis=hadamard,{STEPS}",
-    "global step, matrix basis": f"step:window=64,basis=matrix,{STEPS}",
 }
 
 
@@ -61,8 +60,7 @@ def memory_at(points, error):
 
 
 def calibrate(tierkv, profile, dumps):
-    subprocess.run([tierkv, "calibrate", "--no-thresholds", "--basis", "matrix", "--force", "-o", profile, *dumps], check=True,
-                   capture_output=True)
+    subprocess.run([tierkv, "calibrate", "--no-thresholds", "--force", "-o", profile, *dumps], check=True, capture_output=True)
 
 
 def compare(tierkv, dump, others, kept):

@@ -4,7 +4,7 @@
 
 Prompts are prefilled exactly, compressed by the library before the question is seen, decoded, and continued teacher-forced: an answer is
 right when all of its tokens have the highest probability; KL is against the same model over its exact cache, the mean of all
-positions of the continuation. Means, steps and bases come from `tierkv calibrate` on dumps that hold none of the prompts.
+positions of the continuation. Means and steps come from `tierkv calibrate` on dumps that hold none of the prompts.
 
 run.py --model FOLDER --tierkv BUILD --calibrate DUMP... --text FILE... [--more EARLIER.json] [-o bench/results/answers.json]
 
@@ -52,7 +52,7 @@ def schemes(quick):
         return out[:3] + [Scheme("global step, mean basis", preset, own_means=own) for own in (False, True)]
     for family, (unit, errors) in KVCOMP.items():
         out += [Scheme(family, f"kvcomp:unit={unit},window=64,rel_k={k},rel_v={v}") for k, v in errors]
-    for basis, steps in (("mean", EVEN_STEPS), ("hadamard", EVEN_STEPS[1:4]), ("matrix", EVEN_STEPS[1:4])):
+    for basis, steps in (("mean", EVEN_STEPS), ("hadamard", EVEN_STEPS[1:4])):
         out += [Scheme(f"global step, {basis} basis", p) for p in step_presets(basis, steps)]
     out += [Scheme("global step, own means", p, own_means=True) for p in step_presets("mean", EVEN_STEPS[1:4])]
     return out
@@ -102,7 +102,7 @@ def calibrated(build, folder, dumps):
     out = {"even": []}
     for name, options in out.items():
         path = str(pathlib.Path(folder) / f"{name}.h5")
-        command = [str(build / "tierkv"), "calibrate", "--threads", "2", "--no-thresholds", "--basis", "matrix", *options, "-o", path]
+        command = [str(build / "tierkv"), "calibrate", "--threads", "2", "--no-thresholds", *options, "-o", path]
         subprocess.run([*command, *dumps], check=True, capture_output=True)
         out[name] = path
     return out
