@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "codec/format/sound_halves.h"
+#include "store/rows/tiers/tiers_shape.h"
 #include "tests/engine/support/feed.h"
 #include "tests/engine/support/owned_parts.h"
 #include "tests/engine/support/tiers_world.h"
