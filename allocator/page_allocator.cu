@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "allocator/free_ring.h"
+#include "gpu/launch.cuh"
 #include "tierkv/allocator.h"
 
 namespace tierkv {
@@ -35,10 +36,7 @@ Status initialize_device(const PageAllocator& a, GpuStream stream) {
   if (a.slots == nullptr || a.state == nullptr) {
     return {StatusCode::kInvalidArgument, "allocator has no memory"};
   }
-  initialize_kernel<<<1024, kThreads, 0, stream>>>(a);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) return {StatusCode::kCuda, cudaGetErrorString(status)};
-  return Status::ok();
+  return launch_kernel(initialize_kernel, 1024, kThreads, 0, stream, a);
 }
 
 }  // namespace tierkv

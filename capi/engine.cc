@@ -51,6 +51,7 @@ Status page_bytes(const tkv_engine_config* in, int64_t* bytes) {
   c.num_q_heads = c.num_kv_heads = c.max_sequences = c.max_queries = c.max_blocks = 1;
   c.sm_scale = 1;
   c.sliding_window_tokens = 0;
+  c.dtype = DType::kFloat16;
   if (Status s = c.validate(); !s) return s;
   *bytes = c.page_bytes();
   return Status::ok();

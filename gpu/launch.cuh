@@ -36,6 +36,29 @@ inline cudaError_t image_architecture(int32_t* architecture) {
   return cudaSuccess;
 }
 
+// An error that a call returns is forgotten: nobody else is told of it.
+inline Status launched(cudaError_t error) {
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+  return cuda_status(error, "kernel launch");
+}
+inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, size_t shared_bytes,
+                                        cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return config;
+}
+
+// A kernel that begins when all earlier work has ended.
+template <class... Parameters, class... Arguments>
+Status launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                     cudaStream_t stream, Arguments&&... arguments) {
+  const cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream);
+  return launched(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+}
+
 // The kernel must call wait_for_previous_kernel() before it touches memory that earlier work may
 // write. Code in which that does nothing is launched without overlap: a kernel before it, which may
 // be anybody's, could otherwise let it start before its data is there.
@@ -49,15 +72,10 @@ Status launch_after_previous(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
+  cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream);
   config.attrs = &overlap;
   config.numAttrs = architecture >= 90 ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...),
-                     "kernel launch");
+  return launched(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
 }
 
 }  // namespace tierkv

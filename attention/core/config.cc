@@ -11,7 +11,7 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kMaxHeads = 1 << 16;
+constexpr int32_t kMaxHeads = 65535;  // CTAs along one side of a grid
 constexpr int32_t kMaxLayers = 1 << 12;
 constexpr int32_t kMaxGroup = 16;
 

@@ -25,6 +25,7 @@
 namespace tierkv {
 
 inline constexpr float kNoReference = -INFINITY;  // of a state without tokens
+inline constexpr float kLargestFloat = 0x1.fffffep127f;
 
 // 2^x and log2(x), 2 ulp on the device; 2^-infinity = 0.
 TKV_HD float exp2_fast(float x) {
@@ -79,9 +80,15 @@ TKV_HD float output_scale(SoftmaxState s) {
   return s.is_empty() ? 0.0f : 1.0f / s.sum;
 }
 
-// The state of a finished partial result whose output was already divided by its sum.
+// The state of a finished partial result whose output was already divided by its sum. Its reference
+// is finite where lse is.
 TKV_HD SoftmaxState state_of_lse(float lse) {
-  return lse == -INFINITY ? SoftmaxState{} : SoftmaxState{lse * kLog2E, 1.0f};
+  if (lse == -INFINITY) return SoftmaxState{};
+  const float reference = lse * kLog2E;
+  return {reference > kLargestFloat    ? kLargestFloat
+          : reference < -kLargestFloat ? -kLargestFloat
+                                       : reference,
+          1.0f};
 }
 
 // What becomes of a state whose head has a learned sink, a logit in its denominator without a value

@@ -112,6 +112,9 @@ Result<BlockCache> block_cache(const EngineConfig& config, const EngineLayer& la
   c.raw_dtype = config.dtype;
   if (config.rotate) c.rotation = hadamard_rotation(config.head_dim);
   c.key_reflection = layer.key_reflection;
+  if (c.block_stride % c.page_bytes != 0) {
+    return invalid("block_stride is not a multiple of page_bytes()");
+  }
   if (Status s = c.validate(); !s) return s;
   return c;
 }

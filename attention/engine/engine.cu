@@ -66,8 +66,9 @@ Status engine_plan(const EngineConfig& config, const EngineGrid& grid, const Eng
   rows->slots = workspace_at<int32_t>(workspace, layout.slots);
   rows->tokens = workspace_at<SideCounts>(workspace, layout.tokens);
   const dim3 ctas(static_cast<uint32_t>(batch.count), static_cast<uint32_t>(config.num_kv_heads));
-  block_rows_kernel<<<ctas, kEngineThreads, 0, stream>>>(*rows);
-  if (Status s = cuda_status(cudaGetLastError(), "rows of block tables"); !s) return s;
+  if (Status s = launch_kernel(block_rows_kernel, ctas, kEngineThreads, 0, stream, *rows); !s) {
+    return s;
+  }
   return plan_attention(attention_config(config, batch.queries), grid.of[batch.queries - 1],
                         table_view(config, batch, workspace, layout), {nullptr, batch.count},
                         attention_part(workspace, layout), stream);

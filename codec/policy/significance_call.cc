@@ -9,10 +9,13 @@
 #include "codec/format/page_layout.h"
 #include "codec/format/token_sample.h"
 #include "codec/policy/significance.h"
+#include "tierkv/layout.h"
 #include "tierkv/significance.h"
 
 namespace tierkv {
 namespace {
+
+constexpr int32_t kMostHeads = 65535;  // CTAs along one side of a grid
 
 bool is_aligned(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % 16 == 0;
@@ -29,8 +32,9 @@ Status check(const SignificanceCall& p) {
   if (p.num_kv_heads < 1 || p.num_q_heads < 1 || p.num_q_heads % p.num_kv_heads != 0) {
     return invalid("num_q_heads is not a multiple of num_kv_heads");
   }
-  if (!std::isfinite(p.sm_scale) || p.sm_scale <= 0) {
-    return invalid("sm_scale must be positive and finite");
+  if (p.num_q_heads > kMostHeads) return invalid("num_q_heads is above 65535");
+  if (!(p.sm_scale > 0 && p.sm_scale <= kMaxSmScale)) {
+    return invalid("sm_scale must be positive and at most 2^80");
   }
   if (p.query_stride < 1 || p.query_stride > kMaxQueryStride) {
     return invalid("query_stride must be 1 to 4096");

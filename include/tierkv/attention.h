@@ -147,9 +147,11 @@ struct AttendCall {
   PageView pages;        // device
   AttentionBatch batch;  // as it was planned
   int32_t layer = 0;
-  const void* q = nullptr;  // device, [count, q_len, num_q_heads, head_dim], 16-byte aligned
-  void* out = nullptr;      // device, like q
-  float* lse = nullptr;     // device, [count, q_len, num_q_heads], natural logarithm; may be null
+  // Device, [count, q_len, num_q_heads, head_dim], 16-byte aligned. An infinity may spoil the
+  // outputs of all query heads of its kv head.
+  const void* q = nullptr;
+  void* out = nullptr;   // device, like q
+  float* lse = nullptr;  // device, [count, q_len, num_q_heads], natural logarithm; may be null
   // Learned sinks, device, [num_q_heads]: the logit of each head that is part of its softmax's
   // denominator and has no value; finite, or -infinity for none. Null: no head has one.
   const float* sinks = nullptr;

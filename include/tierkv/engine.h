@@ -52,7 +52,8 @@ struct TKV_API EngineConfig {
 
   // kInvalidArgument, kUnsupported with the field's name.
   Status validate() const;
-  // The size of one kv_head's page, a multiple of 128; 0 where the config is not valid.
+  // The size of one kv_head's page, a multiple of 128, by head_dim, format and block_tokens; 0
+  // where these are not valid.
   int64_t page_bytes() const;
   int64_t block_bytes() const { return num_kv_heads * page_bytes(); }
 };

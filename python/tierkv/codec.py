@@ -133,7 +133,7 @@ class Page:
         p = None if positions is None else shaped(integers(positions, np.int32, "positions"), (count,), "positions")
         tokens = lib.Tokens(count=count, dtype=DTYPES[keys.dtype], k=pointer(keys.bits), v=pointer(vals.bits), scores=pointer(s),
                             positions=pointer(p))
-        lib.core().call("tkv_page_encode", *self._storage(), lib.integer(self.used, "used"), tokens)
+        lib.core().call("tkv_page_encode", *self._storage(writes=True), lib.integer(self.used, "used"), tokens)
         self.used += count
 
     def decode(self) -> "PageTokens":
@@ -146,11 +146,13 @@ class Page:
         lib.core().call("tkv_page_decode", *self._storage(), 0, tokens)
         return PageTokens(*(like(a, self.data) for a in (out.k, out.v, out.scores, out.positions)))
 
-    def _storage(self) -> "Tuple[lib.PageFormatStruct, Optional[int]]":
+    def _storage(self, writes: bool = False) -> "Tuple[lib.PageFormatStruct, Optional[int]]":
         """The format, and the address of the bytes."""
         struct, data = self.format._struct(), to_numpy(self.data, "data")
         if data.dtype != np.uint8 or data.shape != (struct.page_bytes,) or not data.flags.c_contiguous:
             raise InvalidArgumentError(f"data must be {struct.page_bytes} contiguous bytes")
+        if writes and not data.flags.writeable:
+            raise InvalidArgumentError("data: not writable")
         return struct, pointer(data)
 
 

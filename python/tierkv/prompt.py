@@ -73,6 +73,7 @@ class _Call:
             if self._torch is None or not isinstance(q, self._torch.Tensor):
                 raise ArgumentTypeError(f"q: a {type(q).__name__} in GPU memory is no torch tensor")
             self._stream: int = self._torch.cuda.current_stream(q.device).cuda_stream
+            self._index: int = q.get_device()
         rows = [self._rows(x, name) for x, name in ((q, "q"), (k, "k"))]
         (self.tokens, self.q_heads, head_dim), (k_tokens, self.kv_heads, k_dim) = (shape for _, shape, _, _ in rows)
         if (k_tokens, k_dim) != (self.tokens, head_dim):
@@ -112,7 +113,7 @@ class _Call:
     def _rows(self, x: Any, name: str) -> Tuple[Optional[int], Tuple[int, ...], Tuple[int, ...], str]:
         """Address, shape, strides by token and head, dtype."""
         if self.on_device:
-            a = _device.device_array(x, name, ("float16", "bfloat16"), (None, None, None), self._stream, dense=False)
+            a = _device.device_array(x, name, ("float16", "bfloat16"), (None, None, None), self._stream, dense=False, index=self._index)
             if a.shape[2] > 1 and a.strides[2] != 1:
                 raise InvalidArgumentError(f"{name}: the last dim is not dense")
             self._owners.append(a.owner)
@@ -125,7 +126,7 @@ class _Call:
         return pointer(v.bits), v.bits.shape, (heads * dims, dims), v.dtype
 
     def _dense(self, x: Any, name: str, dtype: str, shape: "Sequence[Optional[int]]") -> int:
-        a = _device.device_array(x, name, (dtype,), shape, self._stream)
+        a = _device.device_array(x, name, (dtype,), shape, self._stream, index=self._index)
         self._owners.append(a.owner)
         return a.address
 
@@ -134,7 +135,7 @@ class _Call:
         if self.on_device and starts is not None and _device.is_on_device(starts):
             if max_tokens is None:
                 raise InvalidArgumentError("max_tokens: needed where starts lie in GPU memory")
-            a = _device.device_array(starts, "starts", ("int32",), (None,), self._stream)
+            a = _device.device_array(starts, "starts", ("int32",), (None,), self._stream, index=self._index)
             self._owners.append(a.owner)
             return a.address, a.shape[0] - 1, lib.integer(max_tokens, "max_tokens")
         at = shaped(integers(np.array([0, self.tokens]) if starts is None else starts if hasattr(starts, "dtype") else np.asarray(starts), np.int32, "starts"), (None,), "starts")

@@ -218,6 +218,9 @@ TEST_F(EngineTest, RefusesByName) {
   EXPECT_THAT(attend([](EngineAttend& c) { c.batch.num_blocks += 1; }), HasSubstr("blocks"));
   EXPECT_THAT(attend([](EngineAttend& c) { c.batch.block_stride += 128; }), HasSubstr("stride"));
   EXPECT_THAT(attend([](EngineAttend& c) { c.layer.blocks = nullptr; }), HasSubstr("cache"));
+  EngineLayer odd = e.call().layer;
+  odd.block_stride = e.config.block_bytes() + 128;
+  EXPECT_THAT(engine_encode_host(e.config, odd, {}).message(), HasSubstr("block_stride"));
   const bool is_dense = e.call().layer.block_stride == e.config.block_bytes();
   EXPECT_EQ(attend([](EngineAttend& c) { c.batch.block_stride = 0; }).empty(), is_dense);
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -93,6 +94,20 @@ TEST_F(OnlineSoftmaxTest, NoTokensIsTheIdentity) {
   EXPECT_EQ(natural_lse(none), -INFINITY);
   EXPECT_EQ(output_scale(none), 0.0f);
   EXPECT_TRUE(state_of_lse(-INFINITY).is_empty());
+}
+
+TEST_F(OnlineSoftmaxTest, ExtremeResultsStayNumbers) {
+  const float most = std::numeric_limits<float>::max();
+  const SoftmaxState some{3.5f, 2.0f};
+  for (const float sink : {2.5e38f, most}) {
+    EXPECT_EQ(finish(some, sink).scale, 0.0f);
+    EXPECT_TRUE(std::isfinite(finish(some, sink).lse));
+    EXPECT_EQ(finish(some, -sink).scale, 0.5f);
+    EXPECT_EQ(finish(some, -sink).lse, natural_lse(some));
+    EXPECT_EQ(finish({}, -sink).scale, 0.0f);
+    EXPECT_TRUE(std::isfinite(finish({}, -sink).lse));
+  }
+  EXPECT_TRUE(std::isnan(state_of_lse(NAN).reference));
 }
 
 TEST_F(OnlineSoftmaxTest, FarApartReferencesDoNotOverflow) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -165,6 +166,20 @@ TEST(Sinks, FollowTheMergeOfParts) {
   // Three roundings to fp16, each up to 2^-11 of an element.
   EXPECT_LT(test::relative_error(got, whole->out), 3 * 0x1p-11);
   for (int64_t i = 0; i < rows; ++i) EXPECT_NEAR(lse[0][i], whole->lse[i], 1e-5);
+}
+
+// A head whose sink is the least float has none that counts; a row without tokens stays zeros.
+TEST(Sinks, TheLeastFloatIsANumber) {
+  constexpr int32_t kDim = 64;
+  const uint16_t some = float_to_half(1.5f);
+  std::vector<uint16_t> out(kDim, some);
+  out.resize(2 * kDim, 0x7e00);  // NaN
+  std::vector<float> lse = {1.0f, -INFINITY};
+  const float least = std::numeric_limits<float>::lowest();
+  ASSERT_TRUE(apply_sinks_host({out.data(), lse.data(), &least, 2, 1, kDim, DType::kFloat16}));
+  for (int32_t i = 0; i < 2 * kDim; ++i) EXPECT_EQ(out[i], i < kDim ? some : 0);
+  EXPECT_EQ(lse[0], 1.0f);
+  EXPECT_TRUE(std::isfinite(lse[1]));
 }
 
 TEST(Sinks, RefusedByName) {

@@ -196,6 +196,7 @@ TEST_F(CapiEngine, BytesOfAPage) {
     int64_t bytes;
   } kPages[] = {{16, 16, 512 * 64}, {8, 4, 200 * 64}, {4, 4, 136 * 64}, {4, 2, 104 * 64}};
   for (const auto& page : kPages) {
+    c.dtype = page.k % 3;  // is not read
     c.k_bits = page.k;
     c.v_bits = page.v;
     int64_t bytes = 0;

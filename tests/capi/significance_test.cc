@@ -156,6 +156,11 @@ TEST_F(CapiSignificance, BadCallsAreRefusedByName) {
   refused(TKV_INVALID_ARGUMENT, "dtype");
   call_.sm_scale = -1;
   refused(TKV_INVALID_ARGUMENT, "sm_scale");
+  call_.sm_scale = 1e300;  // no float
+  refused(TKV_INVALID_ARGUMENT, "sm_scale");
+  call_.num_q_heads = 65536;
+  call_.num_kv_heads = 1;
+  refused(TKV_INVALID_ARGUMENT, "num_q_heads");
   call_.k_token_stride = kDim - 1;
   refused(TKV_INVALID_ARGUMENT, "stride");
   call_.total_tokens = 13;

@@ -138,6 +138,7 @@ class Codec(PackageTest):
 
     def test_what_is_refused(self):
         x = self.normal(4, 64)
+        read_only = np.frombuffer(tierkv.Page.empty(tierkv.PageFormat(64)).data.tobytes(), np.uint8)
         for call, error, words in (
                 (lambda: tierkv.quantize(x.astype(np.float64), 4), TypeError, "float64"),
                 (lambda: tierkv.quantize(x, 9), tierkv.InvalidArgumentError, "bits"),
@@ -149,6 +150,7 @@ class Codec(PackageTest):
                 (lambda: tierkv.encode(tierkv.PageFormat(64), x, x.astype(np.float16)), TypeError, "float16"),
                 (lambda: tierkv.encode(tierkv.PageFormat(64, k_bits=3), x, x), tierkv.InvalidArgumentError, ""),
                 (lambda: tierkv.PageFormat(80).tokens, tierkv.TierkvError, "head_dim"),
+                (lambda: tierkv.Page(tierkv.PageFormat(64), read_only).append(x, x), ValueError, "not writable"),
                 (lambda: tierkv.Container("/nowhere"), OSError, "/nowhere"),
                 (lambda: tierkv.Container.from_bytes(b"no container"), tierkv.InvalidArgumentError, "bytes"),
                 (lambda: tierkv.analyze(SAMPLE, ["k8v5"]), tierkv.InvalidArgumentError, "k8v5"),

@@ -4,7 +4,7 @@
 #include "codec/format/head_dim.h"
 #include "codec/gpu/pages/block_decode.cuh"
 #include "codec/gpu/pages/block_tiles.cuh"
-#include "gpu/cuda_device.cuh"
+#include "gpu/launch.cuh"
 
 namespace tierkv {
 namespace {
@@ -15,17 +15,18 @@ constexpr int32_t kMaxRanges = 65535;  // of a grid's second dimension
 constexpr int64_t kMinTileTokens = 512;
 
 template <int32_t kDim>
-void encode_tiles(const SlotEncode& e, GpuStream stream) {
+Status encode_tiles(const SlotEncode& e, GpuStream stream) {
   const int64_t windows = (e.count + kWindowTokens - 1) / kWindowTokens;
   const auto ctas = static_cast<uint32_t>(windows * e.cache.num_kv_heads);
-  encode_tiles_kernel<kDim><<<ctas, kBlockThreads, kTilesSharedBytes<kDim>, stream>>>(e);
+  return launch_kernel(encode_tiles_kernel<kDim>, ctas, kBlockThreads, kTilesSharedBytes<kDim>,
+                       stream, e);
 }
 
 template <int32_t kDim>
-void decode_tiles(const BlockDecode& d, GpuStream stream) {
+Status decode_tiles(const BlockDecode& d, GpuStream stream) {
   const dim3 grid(ctas_for(decode_warps(d), kDecodeWarps), static_cast<uint32_t>(d.count));
   const size_t shared = kDecodeWarps * kDecodeWarpBytes<kDim>;
-  decode_blocks_kernel<kDim><<<grid, kDecodeThreads, shared, stream>>>(d);
+  return launch_kernel(decode_blocks_kernel<kDim>, grid, kDecodeThreads, shared, stream, d);
 }
 
 }  // namespace
@@ -34,12 +35,11 @@ Status encode_slots(const SlotEncode& e, GpuStream stream) {
   if (Status s = e.validate(); !s) return s;
   if (e.count == 0) return Status::ok();
   if (e.count < kMinTileTokens || !has_aligned_rows(e)) {
-    encode_slots_kernel<<<ctas_for(e.count * e.cache.num_kv_heads, kBlockWarps), kBlockThreads, 0,
-                          stream>>>(e);
-  } else {
-    with_head_dim(e.cache.layout.head_dim(), [&](auto dim) { encode_tiles<dim>(e, stream); });
+    const uint32_t ctas = ctas_for(e.count * e.cache.num_kv_heads, kBlockWarps);
+    return launch_kernel(encode_slots_kernel, ctas, kBlockThreads, 0, stream, e);
   }
-  return cuda_status(cudaGetLastError(), "encoding of slots");
+  return with_head_dim(e.cache.layout.head_dim(),
+                       [&](auto dim) { return encode_tiles<dim>(e, stream); });
 }
 
 Status decode_blocks(const BlockDecode& d, GpuStream stream) {
@@ -48,8 +48,8 @@ Status decode_blocks(const BlockDecode& d, GpuStream stream) {
   if (d.count > kMaxRanges) {
     return Status(StatusCode::kInvalidArgument, "a call decodes at most 65535 ranges");
   }
-  with_head_dim(d.cache.layout.head_dim(), [&](auto dim) { decode_tiles<dim>(d, stream); });
-  return cuda_status(cudaGetLastError(), "decoding of blocks");
+  return with_head_dim(d.cache.layout.head_dim(),
+                       [&](auto dim) { return decode_tiles<dim>(d, stream); });
 }
 
 }  // namespace tierkv
