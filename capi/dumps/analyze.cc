@@ -55,7 +55,7 @@ Status run_analyze(const tkv_analyze_options* options, tkv_text** json) {
     infos.push_back((*readers)[i].info());
     results.insert(results.end(), part->begin(), part->end());
   }
-  *json = new tkv_text{analysis::to_json(infos, results)};
+  *json = new tkv_text{analysis::to_json(infos, results, a.profile)};
   return Status::ok();
 }
 

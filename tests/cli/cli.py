@@ -46,6 +46,12 @@ class Dump:
                 self.data[base + "q_positions"] = np.arange(tokens - queries, tokens, dtype=np.int32)
             self.data[base + "significance"] = rng.random((kv_heads, tokens)).astype(np.float32) / tokens
 
+    def rotate(self, inv_freq, pairing="halves"):
+        """A rotation of its own, by layer where `inv_freq` has two axes."""
+        self.attrs.update(rope_pairing=np.bytes_(pairing), rope_dims=2 * inv_freq.shape[-1])
+        self.data["/rope_inv_freq"] = inv_freq.astype(np.float32)
+        return self
+
     def write(self, path, **dataset_options):
         with h5py.File(path, "w") as f:
             f.attrs.update(self.attrs)

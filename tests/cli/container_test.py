@@ -90,6 +90,55 @@ class Container(CliTest):
         chunks = read_tkv.read(self.dir / "a.tkv").chunks
         self.assertEqual({key[1] for key in chunks if key[0] == read_tkv.WEIGHTED_ROW}, {-1})
 
+    def dump(self, name, rotation=None, **attrs):
+        dump = Dump(seed=self.seed)
+        dump.attrs.update(attrs)
+        return (dump if rotation is None else dump.rotate(rotation)).write(self.dir / name)
+
+    def test_a_profile_serves_models_with_unrotated_layers(self):
+        inv_freq, profile = 1e4 ** (-np.arange(32) / 32), self.dir / "p.h5"
+        unknown = self.dump("unknown.h5", rope_theta=0.0)
+        for turned in (0, 1):
+            known = self.dump("known.h5", rotation=np.stack([inv_freq * (turned == l) for l in range(2)]))
+            self.ok("calibrate", "--force", known, "-o", profile, "--no-thresholds")
+            for dump in (known, unknown):
+                self.compare("small:k=0.5,v=0.45", dump, "--profile", profile)
+                text = "keys before RoPE: halves of 64 dims, frequencies by layer"
+                text += "" if dump == known else ", by the profile"
+                self.assertIn(text, self.ok("analyze", "--preset", "small:k=0.5,v=0.45", "--profile", profile, dump))
+                j = json.loads(self.ok("analyze", "--json", "--preset", "k8v4", "--profile", profile, dump))
+                self.assertEqual(j["files"][0]["rope"], text)
+        other = self.dump("other.h5", rotation=np.stack([inv_freq, inv_freq]))
+        self.expect(run("compress", "--preset", "k8v4", "--profile", profile, other, self.dir / "b.tkv"), 3, other, "in layer 0")
+
+    def test_keys_before_and_after_rope_are_kept_apart(self):
+        none, unknown = self.dump("none.h5", rope_applied=0, rope_theta=0.0), self.dump("unknown.h5", rope_theta=0.0)
+        known, profile, out = self.dump("known.h5"), self.dir / "p.h5", self.dir / "b.tkv"
+        self.ok("calibrate", none, "-o", profile, "--no-thresholds")
+        for command in (("compress", unknown, out), ("analyze", unknown), ("sweep", unknown)):
+            r = run(*command, "--preset", "k8v4", "--profile", profile)
+            self.expect(r, 3, unknown, "rope_applied is 1, but keys of the profile are not rotated")
+        self.assertFalse(out.exists())
+        for a, b in ((none, unknown), (unknown, none), (none, known)):
+            r = run("calibrate", a, b, "-o", self.dir / "q.h5", "--no-thresholds")
+            self.expect(r, 3, f"{b}: rope_applied is {int(b != none)}, unlike that of {a}")
+        for dumps in ((known, unknown), (unknown, known)):  # the rotation that one of them knows
+            self.ok("calibrate", "--force", *dumps, "-o", profile, "--no-thresholds")
+            with h5py.File(profile) as f:
+                self.assertEqual((f.attrs["rope_pairing"], f.attrs["rope_dims"]), (b"halves", 64))
+            self.compare("small:k=0.5,v=0.45", unknown, "--profile", profile)
+
+    def test_info_says_how_keys_are_rotated(self):
+        inv_freq = 5e5 ** (-np.arange(32) / 32)
+        for text, dump in {"applied (plain, theta 10000)": self.dump("plain.h5"),
+                           "not applied (no rotation)": self.dump("none.h5", rope_applied=0),
+                           "applied (rotation unknown)": self.dump("unknown.h5", rope_theta=0.0),
+                           "applied (halves of 64 dims, own frequencies)": self.dump("own.h5", rotation=inv_freq),
+                           "applied (halves of 32 dims, frequencies by layer)": self.dump("layers.h5", rotation=inv_freq.reshape(2, 16))}.items():
+            for file in (dump, self.compressed("k8v4", dump)):
+                self.assertIn(f", RoPE {text}\n", self.ok("info", file))
+                self.assertIn(f"applied ({json.loads(self.ok('info', '--json', file))['files'][0]['rope']})", text)
+
     def test_info_says_steps_and_whose_statistics(self):
         dump, profile = self.dir / "in.h5", self.dir / "p.h5"
         self.ok("synth", "-o", dump, "--tokens", "300,70", "--head-dim", 64, "--layers", 1, "--seed", self.seed)

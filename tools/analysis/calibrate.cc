@@ -179,12 +179,18 @@ Status name_model(const std::vector<datasets::DumpReader>& dumps, const Calibrat
   }
   for (const datasets::DumpReader& dump : dumps) {
     const datasets::DumpInfo& info = dump.info();
+    if (profile->rope.empty()) profile->rope = info.rope;
     const std::string& id = options.model_id.empty() ? info.model_id : options.model_id;
     const Status s = profile->check_model(info.layout, id);
     if (!s || id.empty()) {
       return Status(StatusCode::kInvalidArgument,
                     info.path + ": another model than " + first.path +
                         (s ? ": it has no model_id" : ": " + s.message()));
+    }
+    if (info.layout.rope_applied != first.layout.rope_applied) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("{}: rope_applied is {}, unlike that of {}", info.path,
+                                info.layout.rope_applied ? 1 : 0, first.path));
     }
   }
   return Status::ok();
@@ -206,7 +212,6 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
                           const CalibrateOptions& options) {
   Profile profile;
   if (Status s = name_model(dumps, options, &profile); !s) return s;
-  profile.rope = dumps.front().info().rope;
   for (const datasets::DumpReader& dump : dumps) {
     if (Status s = check_rope(dump.info(), &profile); !s) return s;
     if (Status s = check_unpruned(dump.info()); !s) return s;

@@ -40,8 +40,10 @@ bool wants_significance(const Scheme& scheme, const datasets::DumpInfo& info, in
 // How the dump or, where it does not know, the profile says that the keys of a layer are rotated;
 // null: unknown.
 const Rope* rope_of(const datasets::DumpInfo& info, const Profile* profile, int32_t layer);
-// kInvalidArgument naming a layer where dump and profile say otherwise.
+// kInvalidArgument, naming a layer or rope_applied, where dump and profile say otherwise.
 Status check_rope(const datasets::DumpInfo& info, const Profile* profile);
+// "plain, theta 100000", "halves of 64 dims, frequencies by layer", "rotation unknown", ...
+std::string rotation_text(const std::vector<Rope>& rope, const CacheLayout& layout);
 // "keys before RoPE: plain, theta 100000", "keys are not rotated", ...
 std::string describe_rope(const datasets::DumpInfo& info, const Profile* profile);
 

@@ -13,17 +13,19 @@ namespace {
 // Frequencies of one model that were computed in other ways differ by roundings of fp32.
 constexpr float kTolerance = 1e-5f;
 
+bool turns(const Rope& rope) {
+  return std::any_of(rope.inv_freq.begin(), rope.inv_freq.end(), [](float f) { return f > 0; });
+}
+
+// Frequencies that are all 0 are no rotation, whatever the pairing.
 bool agree(const Rope& a, const Rope& b) {
+  if (!turns(a) && !turns(b)) return true;
   if (a.pairing != b.pairing || a.rotary_dims != b.rotary_dims) return false;
   for (size_t i = 0; i < a.inv_freq.size(); ++i) {
     const float x = a.inv_freq[i], y = b.inv_freq[i];
     if (std::abs(x - y) > kTolerance * std::max(x, y)) return false;
   }
   return true;
-}
-
-const char* pairing_name(const Rope& rope) {
-  return rope.pairing == RopePairing::kHalves ? "halves" : "neighbours";
 }
 
 }  // namespace
@@ -34,7 +36,17 @@ const Rope* rope_of(const datasets::DumpInfo& info, const Profile* profile, int3
 }
 
 Status check_rope(const datasets::DumpInfo& info, const Profile* profile) {
-  if (profile == nullptr || info.rope.empty() || profile->rope.empty()) return Status::ok();
+  if (profile == nullptr || profile->rope.empty()) return Status::ok();
+  if (info.rope.empty()) {
+    const bool rotated =
+        std::any_of(profile->rope.begin(), profile->rope.end(),
+                    [](const Rope& rope) { return rope.pairing != RopePairing::kNone; });
+    if (info.layout.rope_applied == rotated) return Status::ok();
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("{}: rope_applied is {}, but keys of the profile are {}rotated (RoPE)",
+                    info.path, info.layout.rope_applied ? 1 : 0, rotated ? "" : "not "));
+  }
   for (int32_t l = 0; l < info.layout.num_layers; ++l) {
     if (agree(*rope_of(info, nullptr, l), *profile->rope_of(l))) continue;
     return Status(StatusCode::kInvalidArgument,
@@ -44,22 +56,27 @@ Status check_rope(const datasets::DumpInfo& info, const Profile* profile) {
   return Status::ok();
 }
 
+std::string rotation_text(const std::vector<Rope>& rope, const CacheLayout& layout) {
+  if (rope.empty()) return "rotation unknown";
+  const auto first = std::find_if(rope.begin(), rope.end(), turns);
+  if (first == rope.end()) return "no rotation";
+  const bool same =
+      std::all_of(rope.begin(), rope.end(), [&](const Rope& r) { return agree(r, *first); });
+  if (same && layout.rope_theta > 0 &&
+      agree(*first, Rope::plain(layout.rope_theta, layout.head_dim))) {
+    return fmt::format("plain, theta {}", layout.rope_theta);
+  }
+  return fmt::format("{} of {} dims, {}",
+                     first->pairing == RopePairing::kHalves ? "halves" : "neighbours",
+                     first->rotary_dims, same ? "own frequencies" : "frequencies by layer");
+}
+
 std::string describe_rope(const datasets::DumpInfo& info, const Profile* profile) {
-  const Rope* first = rope_of(info, profile, 0);
-  if (first == nullptr) return "rotation of keys unknown: keys compressed as stored";
-  if (first->pairing == RopePairing::kNone) return "keys are not rotated";
-  const std::string source = info.rope.empty() ? ", by the profile" : "";
-  const CacheLayout& l = info.layout;
-  for (int32_t layer = 1; layer < l.num_layers; ++layer) {
-    if (*rope_of(info, profile, layer) == *first) continue;
-    return fmt::format("keys before RoPE: {} of {} dims, frequencies by layer{}",
-                       pairing_name(*first), first->rotary_dims, source);
-  }
-  if (l.rope_theta > 0 && agree(*first, Rope::plain(l.rope_theta, l.head_dim))) {
-    return fmt::format("keys before RoPE: plain, theta {}{}", l.rope_theta, source);
-  }
-  return fmt::format("keys before RoPE: {} of {} dims, own frequencies{}", pairing_name(*first),
-                     first->rotary_dims, source);
+  const bool own = !info.rope.empty() || profile == nullptr;
+  const std::vector<Rope>& rope = own ? info.rope : profile->rope;
+  if (rope.empty()) return "rotation of keys unknown: keys compressed as stored";
+  if (std::none_of(rope.begin(), rope.end(), turns)) return "keys are not rotated";
+  return "keys before RoPE: " + rotation_text(rope, info.layout) + (own ? "" : ", by the profile");
 }
 
 }  // namespace tierkv::analysis

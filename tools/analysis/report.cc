@@ -98,7 +98,7 @@ std::string cell(const std::optional<double>& v, const char* format) {
   return v ? fmt::format(fmt::runtime(format), *v) : "-";
 }
 
-Json files_json(const std::vector<datasets::DumpInfo>& files) {
+Json files_json(const std::vector<datasets::DumpInfo>& files, const Profile* profile) {
   Json list = Json::array();
   for (const datasets::DumpInfo& info : files) {
     Json f;
@@ -109,7 +109,7 @@ Json files_json(const std::vector<datasets::DumpInfo>& files) {
     f["num_kv_heads"] = info.layout.num_kv_heads;
     f["head_dim"] = info.layout.head_dim;
     f["dtype"] = dtype_name(info.layout.dtype);
-    f["rope"] = describe_rope(info, nullptr);
+    f["rope"] = describe_rope(info, profile);
     f["num_sequences"] = info.sequences.size();
     int64_t tokens = 0;
     for (const datasets::SequenceInfo& s : info.sequences) tokens += s.num_tokens;
@@ -120,9 +120,9 @@ Json files_json(const std::vector<datasets::DumpInfo>& files) {
 }
 
 // The details behind all else, then in one line: their arrays are long.
-std::string text_of(Json j, const Details* details) {
+std::string text_of(Json j, const Profile* profile, const Details* details) {
   if (details == nullptr) return json_text(j, 1);
-  j["profile"] = details->profile == nullptr ? Json(nullptr) : profile_json(*details->profile);
+  j["profile"] = profile == nullptr ? Json(nullptr) : profile_json(*profile);
   j["surveys"] = Json::array();
   for (const Survey& s : details->surveys) j["surveys"].push_back(survey_json(s));
   return json_text(j, -1);
@@ -212,19 +212,20 @@ JSON has `parts`: the bytes of small's blocks by what they hold.
 }
 
 std::string to_json(const std::vector<datasets::DumpInfo>& files,
-                    const std::vector<AnalyzeResult>& results, const Details* details) {
+                    const std::vector<AnalyzeResult>& results, const Profile* profile,
+                    const Details* details) {
   Json j;
   j["schema"] = "tierkv.analyze/1";
-  j["files"] = files_json(files);
+  j["files"] = files_json(files, profile);
   j["results"] = Json::array();
   for (const AnalyzeResult& r : results) j["results"].push_back(result_json(r));
-  return text_of(std::move(j), details);
+  return text_of(std::move(j), profile, details);
 }
 
-std::string to_json(const SweepResult& sweep, const Details* details) {
+std::string to_json(const SweepResult& sweep, const Profile* profile, const Details* details) {
   Json j;
   j["schema"] = "tierkv.sweep/1";
-  j["files"] = files_json(sweep.files);
+  j["files"] = files_json(sweep.files, profile);
   j["skipped"] = Json::array();
   for (const SkippedPreset& s : sweep.skipped) {
     j["skipped"].push_back({{"file", s.file}, {"preset", s.preset}, {"reason", s.reason}});
@@ -236,7 +237,7 @@ std::string to_json(const SweepResult& sweep, const Details* details) {
     r["pareto"] = static_cast<bool>(front[i]);
     j["results"].push_back(r);
   }
-  return text_of(std::move(j), details);
+  return text_of(std::move(j), profile, details);
 }
 
 std::string to_csv(const std::vector<AnalyzeResult>& results) {

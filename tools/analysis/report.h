@@ -15,17 +15,18 @@ namespace tierkv::analysis {
 // What the errors mean, for --help.
 std::string metric_help();
 
-// What `--details` adds to JSON besides AnalyzeResult::detail.
+// What `--details` adds to JSON besides AnalyzeResult::detail and the profile.
 struct Details {
-  std::vector<Survey> surveys;       // of the dumps, one a shape
-  const Profile* profile = nullptr;  // null: none was given
+  std::vector<Survey> surveys;  // of the dumps, one a shape
 };
 
-// details: null for none. A result with a detail has it under `detail`.
+// profile, details: null for none. A result with a detail has it under `detail`.
 std::string to_json(const std::vector<datasets::DumpInfo>& files,
-                    const std::vector<AnalyzeResult>& results, const Details* details = nullptr);
+                    const std::vector<AnalyzeResult>& results, const Profile* profile,
+                    const Details* details = nullptr);
 // The same fields and `pareto` (see pareto_front()); and what was skipped, with its reason.
-std::string to_json(const SweepResult& sweep, const Details* details = nullptr);
+std::string to_json(const SweepResult& sweep, const Profile* profile,
+                    const Details* details = nullptr);
 
 // What tables for people show of a total, behind the preset's name.
 const std::vector<std::string>& table_columns();

@@ -103,7 +103,6 @@ int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Pr
 }
 
 int read_details(AnalyzeInputs& inputs, analysis::Details* details) {
-  details->profile = inputs.options.profile;
   for (datasets::DumpReader& reader : inputs.readers) {
     Result<analysis::Survey> survey = analysis::survey(reader, inputs.options);
     if (!survey) return report_error(survey.status().message(), kExitBadInput);

@@ -38,7 +38,7 @@ int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs);
 // Appends the presets of the texts; a warning for each that prunes.
 int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Preset>* presets);
 
-// The surveys of the dumps and the profile, for --details. kExitOk, or the exit code of a failure
+// The surveys of the dumps, for --details. kExitOk, or the exit code of a failure
 // that it has reported.
 int read_details(AnalyzeInputs& inputs, analysis::Details* details);
 

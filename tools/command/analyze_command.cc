@@ -34,8 +34,8 @@ int run(const Arguments& args) {
     if (args.details) {
       if (const int code = read_details(inputs, &details); code != kExitOk) return code;
     }
-    return print_result(
-        analysis::to_json(all.files, all.results, args.details ? &details : nullptr));
+    return print_result(analysis::to_json(all.files, all.results, options.profile,
+                                          args.details ? &details : nullptr));
   }
   if (args.csv) return print_result(analysis::to_csv(all.results));
   std::string text;

@@ -7,6 +7,7 @@
 #include "datasets/dump.h"
 #include "datasets/printable.h"
 #include "tools/analysis/json_text.h"
+#include "tools/analysis/layer_data.h"
 #include "tools/command/command.h"
 #include "tools/presets/preset.h"
 
@@ -25,7 +26,7 @@ int64_t kv_bytes(const datasets::DumpInfo& info, const datasets::SequenceInfo& s
   return bytes;
 }
 
-void add_layout(const CacheLayout& l, Json* j) {
+void add_layout(const CacheLayout& l, const std::vector<Rope>& rope, Json* j) {
   (*j)["num_layers"] = l.num_layers;
   (*j)["num_q_heads"] = l.num_q_heads;
   (*j)["num_kv_heads"] = l.num_kv_heads;
@@ -33,15 +34,14 @@ void add_layout(const CacheLayout& l, Json* j) {
   (*j)["dtype"] = dtype_name(l.dtype);
   (*j)["rope_applied"] = l.rope_applied;
   (*j)["rope_theta"] = l.rope_theta;
+  (*j)["rope"] = analysis::rotation_text(rope, l);
   (*j)["sm_scale"] = l.sm_scale;
 }
 
-std::string layout_text(const CacheLayout& l) {
-  const std::string rotation =
-      l.rope_theta > 0 ? fmt::format("theta {}", l.rope_theta) : "rotation unknown";
+std::string layout_text(const CacheLayout& l, const std::vector<Rope>& rope) {
   return fmt::format("  {} layers, {} query heads, {} kv heads, head_dim {}, {}, RoPE {} ({})\n",
                      l.num_layers, l.num_q_heads, l.num_kv_heads, l.head_dim, dtype_name(l.dtype),
-                     l.rope_applied ? "applied" : "not applied", rotation);
+                     l.rope_applied ? "applied" : "not applied", analysis::rotation_text(rope, l));
 }
 
 Json describe(const datasets::DumpInfo& info) {
@@ -51,7 +51,7 @@ Json describe(const datasets::DumpInfo& info) {
   j["format_version"] = info.format_version;
   j["model_id"] = info.model_id;
   j["created_by"] = info.created_by;
-  add_layout(info.layout, &j);
+  add_layout(info.layout, info.rope, &j);
   j["sequences"] = Json::array();
   for (const datasets::SequenceInfo& s : info.sequences) {
     const datasets::LayerInfo& first = s.layers[0];
@@ -70,7 +70,7 @@ Json describe(const datasets::DumpInfo& info) {
 std::string to_text(const datasets::DumpInfo& info) {
   std::string out = fmt::format("{}: kv-dump {}, model {}\n", info.path, info.format_version,
                                 info.model_id.empty() ? "unknown" : printable(info.model_id)) +
-                    layout_text(info.layout);
+                    layout_text(info.layout, info.rope);
   for (const datasets::SequenceInfo& s : info.sequences) {
     out += fmt::format(
         "  {:<16} {:>9} tokens  {:>9.1f} MB of K and V  {:>7} queries  significance {}{}\n", s.id,
@@ -133,7 +133,7 @@ Json describe(const CacheDecoder& decoder) {
   j["file_bytes"] = decoder.container().file_bytes();
   j["model_id"] = model.model_id;
   j["created_by"] = model.created_by;
-  add_layout(model.layout, &j);
+  add_layout(model.layout, model.rope, &j);
   j["preset"] = model.preset;
   j["key_step_rule"] = steps.key_rule;
   j["key_step"] = steps.key_step;
@@ -157,7 +157,7 @@ std::string to_text(const CacheDecoder& decoder) {
                                 decoder.container().path(), kContainerMajor, kContainerMinor,
                                 static_cast<double>(decoder.container().file_bytes()) / 1e6,
                                 model.model_id.empty() ? "unknown" : printable(model.model_id)) +
-                    layout_text(model.layout);
+                    layout_text(model.layout, model.rope);
   out += fmt::format("  preset {}: keys {}, values {}{}\n", printable(model.preset),
                      step(steps.key_rule, steps.key_step), step(steps.value_rule, steps.value_step),
                      steps.statistics.is_null()

@@ -52,7 +52,8 @@ int run(const Arguments& args) {
     if (args.details) {
       if (const int code = read_details(inputs, &details); code != kExitOk) return code;
     }
-    return print_result(analysis::to_json(*result, args.details ? &details : nullptr));
+    return print_result(
+        analysis::to_json(*result, inputs.options.profile, args.details ? &details : nullptr));
   }
   return print_result(args.csv        ? analysis::to_csv(result->results)
                       : args.markdown ? analysis::to_markdown(result->results)
