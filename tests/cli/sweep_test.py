@@ -47,6 +47,13 @@ class Sweep(CliTest):
         bits = sum(r["bits_per_value"] * r["values"] for r in (first, second)) / both["values"]
         self.assertAlmostEqual(both["bits_per_value"], bits, delta=1e-9)
 
+    def test_pages_are_pooled_where_all_dumps_have_them(self):
+        paths = [Dump(seed=self.seed, head_dim=d).write(self.dir / f"{d}.h5") for d in (64, 7, 64)]
+        for files, has_pages in ((paths[:2], False), (paths[1:], False), (paths[::2], True)):
+            results = self.sweep("--preset", "k4v4", *files)["results"]
+            self.assertEqual(results[0]["page_ratio"] is not None, has_pages, files)
+            self.assertEqual({r["file"]: r["page_ratio"] is not None for r in results[1:]}, {str(f): f != paths[1] for f in files})
+
     def check_front(self, results, error):
         for r in results:
             others = [o for o in results if o["file"] == r["file"]]

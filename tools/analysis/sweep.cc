@@ -38,7 +38,9 @@ std::vector<AnalyzeResult> pooled(const std::vector<AnalyzeResult>& totals, size
     tally.rows.clear();
     for (const auto& [key, row] : r.tally.rows)
       tally.rows[{it->second.second, key[1], key[2]}] = row;
+    const bool paged = tally.page_bytes > 0 && (is_new || sum.tally.page_bytes > 0);
     sum.tally.add(tally);
+    if (!paged) sum.tally.page_bytes = 0;
     sum.detail = is_new ? r.detail : joined(sum.detail, r.detail);
     ++it->second.second;
   }
