@@ -26,6 +26,8 @@ void read_window(KeyReader& keys, Scheme* s, const char* window = "window") {
 // kXvY and fp16: every token the same; group_k, group_v are sub-groups of channels.
 void read_uniform(KeyReader& keys, const TierFormat& format, Scheme* s) {
   s->high = format;
+  if (format.k.is_raw()) keys.refuse("group_k", "16-bit keys have no groups");
+  if (format.v.is_raw()) keys.refuse("group_v", "16-bit values have no groups");
   keys.count("group_k", &s->high.k.group, 1, kMaxHeadDim);
   keys.count("group_v", &s->high.v.group, 1, kMaxHeadDim);
   read_window(keys, s);
@@ -197,6 +199,8 @@ Status read_zstd_codes(KeyReader& keys, Scheme* s) {
     return bad_preset("of=" + base + ": its rows have formats of their own");
   if (parsed->scheme.has_baseline_coder())
     return bad_preset("of=" + base + ": its codes have a stage of their own");
+  if (parsed->scheme.high == raw_tier() && !parsed->scheme.tiered)
+    return bad_preset("of=" + base + ": it has no codes");
   *s = parsed->scheme;
   for (TierFormat* f : {&s->high, &s->low, &s->window}) {
     f->k.entropy = f->v.entropy = Entropy::kNone;

@@ -133,6 +133,11 @@ bool KeyReader::take(const char* key, std::string* value) {
   return true;
 }
 
+void KeyReader::refuse(const char* key, const std::string& why) {
+  std::string text;
+  if (take(key, &text) && status_) status_ = bad_preset(std::string(key) + "=" + text + ": " + why);
+}
+
 Status KeyReader::finish(const std::string& name) const {
   if (!status_) return status_;
   if (!keys_.empty())

@@ -36,6 +36,8 @@ class KeyReader {
   void word(const char* key, std::string* value, const std::vector<std::string>& allowed);
   void format(const char* key, TierFormat* value);
   bool take(const char* key, std::string* value);
+  // Fails where the key is there.
+  void refuse(const char* key, const std::string& why);
   Status finish(const std::string& name) const;
 
  private:

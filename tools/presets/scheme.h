@@ -97,8 +97,8 @@ struct Scheme {
   bool needs_queries() const { return high.k.step_rule == StepRule::kAbsolute; }
   // Means or steps of the rows.
   bool needs_statistics() const {
-    return needs_queries() || key_means || high.k.basis == BasisKind::kMean ||
-           high.v.basis == BasisKind::kMean;
+    return needs_queries() || high.v.step_rule == StepRule::kAbsolute || key_means ||
+           high.k.basis == BasisKind::kMean || high.v.basis == BasisKind::kMean;
   }
   // Presets whose tokens fit unified pages of fixed-width tiles.
   bool has_fixed_pages() const;
