@@ -181,9 +181,9 @@ class Planner {
     if (!std::isfinite(l.rope_theta) || l.rope_theta < 0 || rope < 0 || rope > 1) {
       return Status(StatusCode::kCorrupt, "rope_theta or rope_applied is out of range");
     }
-    const bool ours = metadata("format") != nullptr;
+    const bool ours = metadata("format") != nullptr && !facts_.rope_theta && !facts_.rope_applied;
     Result<std::vector<Rope>> turns =
-        parse_rope_texts(ours ? header_.metadata : std::map<std::string, std::string>{}, l);
+        ours ? parse_rope_texts(header_.metadata, l) : Result<std::vector<Rope>>(implied_rope(l));
     if (!turns) return turns.status().with_context("metadata");
     plan_.info.rope = std::move(*turns);
     if (const std::string* id = metadata("model_id")) plan_.info.model_id = *id;

@@ -81,9 +81,7 @@ class Convert(CliTest):
     def test_rope_is_carried(self):
         rng = np.random.default_rng(self.seed)
         for pairing, inv_freq in (("halves", rng.random(32)), ("neighbours", rng.random((2, 16)))):
-            dump = Dump(seed=self.seed, tokens=30)
-            dump.attrs.update(rope_pairing=np.bytes_(pairing), rope_dims=2 * inv_freq.shape[-1])
-            dump.data["/rope_inv_freq"] = inv_freq.astype(np.float32)
+            dump = Dump(seed=self.seed, tokens=30).rotate(inv_freq, pairing)
             source, there, back = dump.write(self.dir / "rope.h5"), self.dir / "a.safetensors", self.dir / "b.h5"
             self.assertEqual(self.convert(source, there), "")
             self.assertEqual(self.convert(there, back), "")
@@ -102,6 +100,17 @@ class Convert(CliTest):
                 self.expect(run("convert", damaged, self.dir / "c.h5"), 3, damaged, words)
                 self.assertFalse((self.dir / "c.h5").exists())
             back.unlink()
+
+    def test_options_go_before_the_rotation_of_metadata(self):
+        there, back = self.dir / "a.safetensors", self.dir / "b.h5"
+        source = Dump(seed=self.seed, tokens=30).rotate(np.random.default_rng(self.seed).random(32)).write(self.dir / "rope.h5")
+        self.convert(source, there)
+        for options, facts in ((("--rope-theta", 5e5), (5e5, 1)), (("--rope-applied", "no"), (1e4, 0))):
+            self.convert(there, back, *options)
+            with h5py.File(back) as f:
+                self.assertEqual((f.attrs["rope_theta"], f.attrs["rope_applied"]), facts)
+                self.assertNotIn("rope_pairing", f.attrs)
+                self.assertNotIn("rope_inv_freq", f)
 
     def test_bfloat16_keeps_its_bits(self):
         there, bf16, back = self.dir / "a.safetensors", self.dir / "b.h5", self.dir / "c.safetensors"

@@ -27,12 +27,13 @@ def example_is_readable(binary, page, folder):
     code = re.search(r"```python\n(.*?)```", page.read_text(), re.S).group(1)
     path = folder / "my.h5"
     rng = np.random.default_rng()
-    L, Hq, Hkv, D, T = 3, 4, 2, 16, 300
-    keys = rng.normal(size=(L, Hkv, T, D)).astype(np.float16)
-    values = rng.normal(size=(L, Hkv, T, D)).astype(np.float16)
-    names = dict(h5py=h5py, L=L, Hq=Hq, Hkv=Hkv, D=D, keys=keys, values=values,
-                 tokens=np.arange(T, dtype=np.int32))
-    exec(code.replace('"my.h5"', repr(str(path))), names)
+    L, Hq, Hkv, D = 3, 4, 2, 16
+    for T in (40, 300):  # below the size of a chunk and above
+        keys = rng.normal(size=(L, Hkv, T, D)).astype(np.float16)
+        values = rng.normal(size=(L, Hkv, T, D)).astype(np.float16)
+        names = dict(h5py=h5py, L=L, Hq=Hq, Hkv=Hkv, D=D, T=T, keys=keys, values=values,
+                     tokens=np.arange(T, dtype=np.int32))
+        exec(code.replace('"my.h5"', repr(str(path))), names)
     run_gtest(binary, "DISABLED_ReadsTheExample", path)
 
 
