@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -21,6 +22,7 @@ NAME = "tierkv_calibration"
 PROBE_TOKENS = 16
 SAME_KEYS = 1e-3  # relative: keys of one token at all positions, turned back, differ by less where the rotation is understood
 SAME_LOGITS = 1e-2  # where a pass from a layer on agrees with a whole one
+SAME_READING = 1e-3  # nats: what a reading of a cache may differ by from the model's own pass over all tokens
 
 Tensor = Any
 
@@ -59,7 +61,7 @@ class Attention:
         if key.shape != value.shape or query.shape[3] != key.shape[3]:
             raise CalibrationError(f"{name}: keys {tuple(key.shape[1:])} and values {tuple(value.shape[1:])} differ in shape")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+        window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))  # None for a layer that attends to all tokens
         if self.recorded is not None:
             k, v, q = (x[0].float().cpu().numpy() for x in (key, value, query))
             self.recorded.append(Layer(k, v, q, scale))
@@ -96,6 +98,7 @@ class TorchModel:
             raise CalibrationError(f"{folder}: unknown model type {self.model.config.model_type!r}: it has no list of decoder layers")
         self.batch = batch
         self.from_layer: Optional[List[bool]] = None  # whether a pass may begin at this layer; found out at the first reading
+        self.prompt_ids: Ids = np.empty(0, np.int64)  # of the newest prefill
         self._facts = self._find_facts(model_id)
 
     def facts(self) -> Facts:
@@ -111,10 +114,11 @@ class TorchModel:
 
     def prefill(self, ids: Ids) -> "List[Layer]":
         layers: List[Layer] = []
+        self.prompt_ids = np.asarray(ids, np.int64)
         ATTENTION.recorded, ATTENTION.prompt = layers, None
         try:
             with torch.inference_mode():
-                self.base(input_ids=torch.from_numpy(np.asarray(ids, np.int64))[None].to(self.device), use_cache=False)
+                self.base(input_ids=torch.from_numpy(self.prompt_ids)[None].to(self.device), use_cache=False)
             return layers
         finally:
             ATTENTION.recorded = None
@@ -138,6 +142,7 @@ class TorchModel:
             raise CalibrationError(f"unknown model type {self.model.config.model_type!r}: {len(states)} of {len(self.base.layers)} layers ran")
         reading = Reading(tokens, prompt, states, torch.log_softmax(logits[0], -1))
         if self.from_layer is None:
+            self._compare_with_own(reading)
             self.from_layer = [layer == 0 or self._begins_at(layer, reading, logits) for layer in range(len(states))]
         return reading
 
@@ -197,6 +202,28 @@ class TorchModel:
         except (IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return False
         return bool((again - logits).abs().max() < SAME_LOGITS)
+
+    def _compare_with_own(self, reading: Reading) -> None:
+        """Refuses a model whose own attention, over prompt and tokens in one pass, predicts something else than the reading."""
+        ids = torch.cat([torch.from_numpy(self.prompt_ids)[None].to(self.device), reading.ids], 1)
+        count = reading.ids.shape[1]
+        keep = {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        try:
+            self._set_own_attention()
+            logits = self.model(input_ids=ids, use_cache=False, **keep).logits[0, -count:].float()
+        finally:
+            self.model.set_attn_implementation(NAME)
+        own = torch.log_softmax(logits, -1)
+        kl = float((own.exp() * (own - reading.exact)).sum(-1).mean())
+        if kl > SAME_READING:
+            raise CalibrationError(f"model type {self.model.config.model_type!r}: its own attention predicts something else than attention over "
+                                   f"a cache, KL {kl:.2g}; it is not supported")
+
+    def _set_own_attention(self) -> None:
+        try:
+            self.model.set_attn_implementation("sdpa")
+        except (ImportError, ValueError):
+            self.model.set_attn_implementation("eager")
 
     # ---- What the model is ----
 

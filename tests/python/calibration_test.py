@@ -2,6 +2,9 @@
 """Calibration by a model, on tiny random models in NumPy: statistics, sensitivities, what is refused, and going on after a stop.
 
 calibration_test.py PACKAGE_DIR SOURCE_DIR"""
+import contextlib
+import importlib.util
+import io
 import json
 import pathlib
 import random
@@ -301,6 +304,85 @@ class Command(CalibrationTest):
         result = subprocess.run([sys.executable, "-B", "-c", code, "--model", self.folder, "--text", text, "-o", self.dir / "t.h5"],
                                 capture_output=True, text=True, env={"PYTHONPATH": PACKAGE})
         self.refused(result, "torch is missing: run pip install '.[calibrate]'")
+
+
+BYTES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+@unittest.skipIf(any(importlib.util.find_spec(m) is None for m in ("torch", "transformers", "tokenizers")), "needs torch and transformers")
+class Torch(unittest.TestCase):
+    """The command on random models of transformers whose tokens are bytes."""
+
+    @classmethod
+    def setUpClass(cls):
+        import torch
+        import transformers
+        from tierkv import _calibration_torch
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        cls.torch, cls.transformers, cls.ours = torch, transformers, _calibration_torch
+        cls.command = importlib.import_module("tierkv.calibrate")
+        cls.seed = random.SystemRandom().randrange(2**32)
+
+    def setUp(self):
+        self.torch.manual_seed(self.seed)
+        self.rng = np.random.default_rng(self.seed)
+        self.temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(self.temporary.cleanup)
+        self.dir = pathlib.Path(self.temporary.name)
+        self.text, self.out = self.dir / "text.txt", self.dir / "profile.h5"
+        self.text.write_text("".join(map(chr, self.rng.integers(32, 127, 600))))
+
+    def save(self, name, kind, **options):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        config = self.transformers.AutoConfig.for_model(kind, **{**BYTES, **options})
+        self.transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(self.dir / name)
+        tokens = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+        tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        self.transformers.PreTrainedTokenizerFast(tokenizer_object=tokens).save_pretrained(self.dir / name)
+        return self.dir / name
+
+    def model(self, folder):
+        return self.ours.TorchModel(str(folder), "tiny", "cpu", 4)
+
+    def run_command(self, folder, *options):
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            rc = self.command.main(["--model", str(folder), "--text", str(self.text), "-o", str(self.out), "--prompts", "1", "--prompt-tokens", "200",
+                                    "--suffix-tokens", "16", *({} if "--device" in options else ("--device", "cpu")), *map(str, options)])
+        return rc, said.getvalue()
+
+    def refused(self, message, folder, *options):
+        rc, said = self.run_command(folder, *options)
+        self.assertEqual(rc, 3, said)
+        self.assertIn(message, said)
+        self.assertEqual(list(self.dir.glob("profile.h5*")), [])
+
+    def test_readings_are_the_models_own(self):
+        """Layers with a window, without one, and both in turn: EXAONE 4 keeps its window on layers that do not use it."""
+        window = dict(sliding_window=48, head_dim=16)
+        ids = self.rng.integers(3, VOCABULARY, 180)
+        for kind, options in (("llama", {}), ("mistral", window), ("exaone4", dict(window, sliding_window_pattern=2)), ("cohere2", window)):
+            with self.subTest(kind=kind, seed=self.seed):
+                folder = self.save(kind, kind, **options)
+                model = self.model(folder)
+                reading = model.read(ids[130:], model.prefill(ids[:130]))
+                own = self.transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=self.torch.float32, attn_implementation="eager").eval()
+                with self.torch.inference_mode():
+                    expected = own(input_ids=self.torch.from_numpy(ids)[None], use_cache=False).logits[0, 130:].log_softmax(-1)
+                np.testing.assert_allclose(reading.exact.numpy(), expected.numpy(), atol=1e-4)
+
+    def test_a_model_that_attends_otherwise_is_refused(self):
+        model = self.model(self.save("exaone4", "exaone4", head_dim=16, sliding_window=48, sliding_window_pattern=2))
+        for layer in model.base.layers:
+            layer.self_attn.sliding_window = 8  # what the attention function is told, not what the model's masks are
+        with self.torch.no_grad():
+            model.model.get_output_embeddings().weight.mul_(8)  # for predictions that are not near uniform
+        ids = self.rng.integers(3, VOCABULARY, 180)
+        cache = model.prefill(ids[:130])
+        with self.assertRaisesRegex(core.CalibrationError, "'exaone4': its own attention predicts something else"):
+            model.read(ids[130:], cache)
 
 
 if __name__ == "__main__":
