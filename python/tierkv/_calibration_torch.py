@@ -11,6 +11,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ._calibration import CachedLayer, CalibrationError, Change, Facts, Ids, turned
+from .errors import UnsupportedError
 from .profile import PAIRINGS, Rope
 
 # Types are checked where neither is installed.
@@ -20,6 +21,7 @@ masking: Any = importlib.import_module("transformers.masking_utils")
 
 NAME = "tierkv_calibration"
 PROBE_TOKENS = 16
+CHANGING_ROPE = ("dynamic", "longrope")
 SAME_KEYS = 1e-3  # relative: keys of one token at all positions, turned back, differ by less where the rotation is understood
 SAME_LOGITS = 1e-2  # where a pass from a layer on agrees with a whole one
 SAME_READING = 1e-3  # nats: what a reading of a cache may differ by from the model's own pass over all tokens
@@ -228,6 +230,7 @@ class TorchModel:
     # ---- What the model is ----
 
     def _find_facts(self, model_id: str) -> Facts:
+        self._refuse_changing_rope()
         layers = self.prefill(np.full(PROBE_TOKENS, self._probe_token(), np.int64))
         if not layers:
             raise CalibrationError(f"unknown model type {self.model.config.model_type!r}: it does not call the attention interface of transformers")
@@ -239,6 +242,13 @@ class TorchModel:
 
     def _probe_token(self) -> int:
         return self.encode("the")[0]
+
+    def _refuse_changing_rope(self) -> None:
+        parameters = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
+        for p in (parameters, *parameters.values()):
+            if isinstance(p, dict) and p.get("rope_type") in CHANGING_ROPE:
+                raise UnsupportedError(f"model type {self.model.config.model_type!r}: its RoPE of type {p['rope_type']!r} has frequencies that "
+                                       "change with the length; a profile has one set")
 
     def _find_rope(self, layers: Sequence[Layer]) -> Rope:
         """The rotation of each layer. One token repeated has the same key everywhere but for its rotation, in every layer, because

@@ -384,6 +384,16 @@ class Torch(unittest.TestCase):
         with self.assertRaisesRegex(core.CalibrationError, "'exaone4': its own attention predicts something else"):
             model.read(ids[130:], cache)
 
+    def test_rope_that_changes_with_the_length_is_refused(self):
+        dynamic = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+        long = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=1024,
+                    factor=4.0)
+        for kind, rope in (("llama", dynamic), ("phi3", long)):
+            folder = self.save(kind, kind, rope_parameters=rope, original_max_position_embeddings=1024)
+            with self.assertRaisesRegex(tierkv.UnsupportedError, rope["rope_type"]):
+                self.model(folder)
+            self.refused(f"'{rope['rope_type']}'", folder)
+
 
 if __name__ == "__main__":
     unittest.main()
