@@ -60,6 +60,7 @@ class Facts:
     head_dim: int
     sm_scale: float
     rope: Rope
+    weights: str = ""  # a digest; empty: unknown
 
     def inv_freq(self, layer: int) -> FloatArray:
         """[rope.dims / 2] of a layer."""
@@ -260,7 +261,7 @@ def make_prompts(model: CalibrationModel, texts: Sequence[Tuple[str, str]], plan
 
 def resume_key(facts: Facts, plan: Plan, prompts: Sequence[Ids]) -> str:
     h = hashlib.sha256(repr((asdict(plan), facts.model_id, facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.sm_scale,
-                             facts.rope.pairing, facts.rope.dims)).encode())
+                             facts.rope.pairing, facts.rope.dims, facts.weights)).encode())
     h.update(np.ascontiguousarray(facts.rope.inv_freq).tobytes())
     for ids in prompts:
         h.update(ids.tobytes())

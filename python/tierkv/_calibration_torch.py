@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import inspect
 from dataclasses import dataclass
@@ -238,7 +239,7 @@ class TorchModel:
         if len(shapes) != 1:
             raise CalibrationError(f"layers differ in shape or scale: {sorted(shapes)}; a profile has one shape")
         q_heads, kv_heads, _, head_dim, scaling = shapes.pop()
-        return Facts(model_id, len(layers), q_heads, kv_heads, head_dim, scaling, self._find_rope(layers))
+        return Facts(model_id, len(layers), q_heads, kv_heads, head_dim, scaling, self._find_rope(layers), weights_digest(self.model))
 
     def _probe_token(self) -> int:
         return self.encode("the")[0]
@@ -264,6 +265,15 @@ class TorchModel:
                 raise CalibrationError(f"layer {i}: how it rotates keys by position is not understood")
             chosen.append(candidates[best] if frequencies else candidates[-1])
         return common_rope(chosen)
+
+
+def weights_digest(model: Any) -> str:
+    """Of the names, shapes and bits of all parameters. Sums of bits are the same on every device."""
+    h = hashlib.sha256()
+    for name, p in model.named_parameters():
+        parts = p.detach().float().reshape(-1).view(torch.int32).split(1 << 24)
+        h.update(repr((name, tuple(p.shape), sum(int(part.sum(dtype=torch.int64)) for part in parts))).encode())
+    return h.hexdigest()
 
 
 def rotation_error(k: Any, rope: Rope) -> float:

@@ -394,6 +394,23 @@ class Torch(unittest.TestCase):
                 self.model(folder)
             self.refused(f"'{rope['rope_type']}'", folder)
 
+    def test_measurements_of_other_weights_are_not_taken(self):
+        class Stop(Exception):
+            pass
+
+        def stop(prompt, layer):
+            raise Stop
+        first, second = (self.model(self.save(name, "llama")) for name in ("first", "second"))
+        self.assertEqual(first.facts().weights, self.model(self.dir / "first").facts().weights)
+        path, prompts = self.dir / "resume.npz", [self.rng.integers(3, VOCABULARY, PLAN.prompt_tokens + PLAN.suffix_tokens)]
+        with self.assertRaises(Stop):
+            core.calibrate(first, prompts, PLAN, path, stop)
+        before = path.read_bytes()
+        with self.assertRaisesRegex(core.CalibrationError, "begun with another model"):
+            core.calibrate(second, prompts, PLAN, path)
+        self.assertEqual(path.read_bytes(), before)
+        core.calibrate(first, prompts, PLAN, path)
+
 
 if __name__ == "__main__":
     unittest.main()
