@@ -87,15 +87,21 @@ class TorchModel:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            torch.zeros(1, device=self.device).cpu()
+        except (AssertionError, ImportError, RuntimeError, ValueError) as e:
+            raise CalibrationError(f"--device {self.device}: {first_line(e)}") from e
         transformers.AttentionInterface.register(NAME, ATTENTION)
         masking.AttentionMaskInterface.register(NAME, masking.sdpa_mask)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
-        except (OSError, ValueError, KeyError, RuntimeError) as e:
-            raise CalibrationError(f"{folder}: transformers cannot load it: {e}") from e
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model: Any = model.to(self.device).eval()
+        except Exception as e:  # damaged files raise classes of safetensors, and of tokenizers Exception itself
+            why = "its attention does not go through transformers' attention interface" if str(e) == repr(NAME) else e
+            raise CalibrationError(f"{folder}: transformers cannot load it: {why}") from e
+        with memory_named():
+            self.model: Any = model.to(self.device).eval()
         self.base: Any = self.model.base_model
         if not isinstance(getattr(self.base, "layers", None), torch.nn.ModuleList):
             raise CalibrationError(f"{folder}: unknown model type {self.model.config.model_type!r}: it has no list of decoder layers")
@@ -117,22 +123,22 @@ class TorchModel:
 
     def prefill(self, ids: Ids) -> "List[Layer]":
         layers: List[Layer] = []
-        self.prompt_ids = np.asarray(ids, np.int64)
+        self.prompt_ids = ids
         ATTENTION.recorded, ATTENTION.prompt = layers, None
         try:
-            with torch.inference_mode():
-                self.base(input_ids=torch.from_numpy(self.prompt_ids)[None].to(self.device), use_cache=False)
+            with torch.inference_mode(), memory_named():
+                self.base(input_ids=self._tokens(ids), use_cache=False)
             return layers
         finally:
             ATTENTION.recorded = None
 
     def read(self, ids: Ids, cache: Sequence[CachedLayer]) -> Reading:
-        with torch.inference_mode():
+        with torch.inference_mode(), memory_named():
             return self._read(ids, cache)
 
     def _read(self, ids: Ids, cache: Sequence[CachedLayer]) -> Reading:
         prompt = [(self._on_device(layer.k), self._on_device(layer.v)) for layer in cache]
-        tokens = torch.from_numpy(np.asarray(ids, np.int64))[None].to(self.device)
+        tokens = self._tokens(ids)
         states: List[Tensor] = []
         hooks = [layer.register_forward_pre_hook(lambda _, args, kwargs: states.append(args[0] if args else kwargs["hidden_states"]),
                                                  with_kwargs=True) for layer in self.base.layers]
@@ -162,6 +168,12 @@ class TorchModel:
                 self.batch = max(1, len(part) // 2)
                 torch.cuda.empty_cache()
         return out
+
+    def _tokens(self, ids: Ids) -> Tensor:
+        known = self.model.get_input_embeddings().weight.shape[0]
+        if len(ids) and int(np.max(ids)) >= known:
+            raise CalibrationError(f"the tokenizer gives token {int(np.max(ids))}, the model knows {known}")
+        return torch.from_numpy(np.asarray(ids, np.int64))[None].to(self.device)
 
     def _on_device(self, x: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x))[None].to(self.device)
@@ -208,7 +220,7 @@ class TorchModel:
 
     def _compare_with_own(self, reading: Reading) -> None:
         """Refuses a model whose own attention, over prompt and tokens in one pass, predicts something else than the reading."""
-        ids = torch.cat([torch.from_numpy(self.prompt_ids)[None].to(self.device), reading.ids], 1)
+        ids = torch.cat([self._tokens(self.prompt_ids), reading.ids], 1)
         count = reading.ids.shape[1]
         keep = {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         try:
@@ -256,6 +268,8 @@ class TorchModel:
         attention over equal values gives the same value: that tells which of the model's frequencies, paired how, are a layer's."""
         frequencies = [b.float().cpu().numpy() for name, b in self.base.named_buffers()
                        if name.endswith("inv_freq") and "original" not in name and b.ndim == 1 and b.numel() > 0]
+        if not frequencies and only_turned(layers[0].k):
+            raise CalibrationError("how the model rotates keys by position is not understood: it has no frequencies")
         candidates = [Rope(pairing, 2 * len(f), f) for f in frequencies for pairing in PAIRINGS[1:]] + [Rope("none", 0, np.empty(0, np.float32))]
         chosen: List[Rope] = []
         for i, layer in enumerate(layers):
@@ -267,6 +281,18 @@ class TorchModel:
         return common_rope(chosen)
 
 
+def first_line(e: BaseException) -> str:
+    return str(e).split("\n")[0] or type(e).__name__
+
+
+@contextlib.contextmanager
+def memory_named() -> Iterator[None]:
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as e:
+        raise CalibrationError(f"out of GPU memory: {first_line(e)}") from e
+
+
 def weights_digest(model: Any) -> str:
     """Of the names, shapes and bits of all parameters. Sums of bits are the same on every device."""
     h = hashlib.sha256()
@@ -274,6 +300,12 @@ def weights_digest(model: Any) -> str:
         parts = p.detach().float().reshape(-1).view(torch.int32).split(1 << 24)
         h.update(repr((name, tuple(p.shape), sum(int(part.sum(dtype=torch.int64)) for part in parts))).encode())
     return h.hexdigest()
+
+
+def only_turned(k: Any) -> bool:
+    """Whether keys [heads, tokens, head_dim] of one token differ between positions, but not in length."""
+    size = np.linalg.norm(k, axis=-1)
+    return bool(np.abs(k - k[:, :1]).max() > SAME_KEYS * np.abs(k).max() and np.ptp(size, axis=1).max() <= SAME_KEYS * size.max())
 
 
 def rotation_error(k: Any, rope: Rope) -> float:

@@ -16,6 +16,8 @@ from ._calibration import CalibrationError, CalibrationModel
 
 
 def make_model(args: argparse.Namespace) -> CalibrationModel:
+    if args.batch < 1:
+        raise CalibrationError("--batch: must be positive")
     try:
         from ._calibration_torch import TorchModel
     except ImportError as e:

@@ -411,6 +411,30 @@ class Torch(unittest.TestCase):
         self.assertEqual(path.read_bytes(), before)
         core.calibrate(first, prompts, PLAN, path)
 
+    def test_bad_input_is_named(self):
+        folder = self.save("llama", "llama")
+        for batch in (0, -1):
+            self.refused("--batch: must be positive", folder, "--batch", batch)
+        for device in ("foo", "cuda:99", "meta"):
+            self.refused(f"--device {device}: ", folder, "--device", device)
+        self.refused("its attention does not go through transformers' attention interface",
+                     self.save("falcon", "falcon", new_decoder_architecture=True, num_kv_heads=2))
+        self.refused("the model knows 64", self.save("small", "llama", vocab_size=64))
+        weights = folder / "model.safetensors"
+        whole = weights.read_bytes()
+        for damaged in (whole[:1000], b"x" * len(whole), b""):
+            weights.write_bytes(damaged)
+            self.refused("llama: transformers cannot load it", folder)
+        weights.write_bytes(whole)
+        tokenizer = folder / "tokenizer.json"
+        text = tokenizer.read_text()
+        tokenizer.write_text(text[:100])
+        self.refused("llama: transformers cannot load it", folder)
+        tokenizer.write_text(text)
+        rc, said = self.run_command(folder)
+        self.assertEqual(rc, 0, said)
+        self.assertEqual(tierkv.read_profile(self.out).num_layers, 4)
+
 
 if __name__ == "__main__":
     unittest.main()
