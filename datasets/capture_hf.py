@@ -21,9 +21,10 @@ import transformers
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hf_rope import Rope, rope_of
+from hf_rope import Rope, UnknownRope, difference, rope_of, rounding
 
 NAME = "tierkv_capture"
+PROBED_POSITIONS = 16
 BLOCK_BYTES = 256 << 20  # of attention weights at a time
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -113,6 +114,7 @@ class Recorder:
     """The attention function: computes attention, and hands every layer to `sink` as it happens."""
 
     sink: Any = None  # a DumpFile
+    keys: "Optional[list[torch.Tensor]]" = None  # takes the keys of each layer, and nothing else happens: tokens attend to themselves
 
     def __call__(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  attention_mask: Optional[torch.Tensor], scaling: Optional[float] = None, softcap: Optional[float] = None,
@@ -123,6 +125,9 @@ class Recorder:
             raise CaptureError(f"{name}: a learned position bias is not supported")
         if is_causal is False or getattr(module, "is_causal", True) is False:
             raise CaptureError(f"{name}: not causal")
+        if self.keys is not None:
+            self.keys.append(key)
+            return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2).contiguous(), None
         if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
             raise CaptureError(f"{name}: {query.shape[2]} queries for {key.shape[2]} keys: layers that share a cache are not supported")
         if key.shape != value.shape or query.shape[3] != key.shape[3]:
@@ -229,7 +234,7 @@ class DumpFile:
             created_by=np.bytes_(f"capture_hf.py (transformers {transformers.__version__}, torch {torch.__version__})"))
         if rope is not None:
             self.file.attrs["rope_pairing"] = np.bytes_(rope.pairing)
-            if theta is not None:
+            if theta is not None and rope.pairing != "none":
                 self.file.attrs["rope_theta"] = theta
             if rope.pairing != "none":
                 self.file.attrs["rope_dims"] = rope.dims
@@ -259,9 +264,45 @@ def load_model(name: str, dtype: str, device: str) -> Any:
     return model.to(device).eval()
 
 
-def capture(model: Any, prompts: "list[Prompt]", dump: DumpFile, model_id: str, progress: Any = None) -> None:
-    """Runs every prompt through the model once and closes the dump; discards it where that fails."""
+def keys_of(model: Any, ids: torch.Tensor, **options: Any) -> "list[torch.Tensor]":
+    RECORDER.keys = []
+    try:
+        with torch.inference_mode():
+            model.base_model(input_ids=ids, use_cache=False, **options)
+        return RECORDER.keys
+    finally:
+        RECORDER.keys = None
+
+
+def keys_by_position(model: Any, token: int, layers: int) -> "list[torch.Tensor]":
+    """Keys of one token at positions 0, 1, ..., per layer: sequences of one token each where positions can be given, else one of all.
+
+    In the latter, layers that are no attention but look back make keys differ by more than position.
+    """
+    ids = torch.full((PROBED_POSITIONS, 1), token, device=model.device)
+    try:
+        apart = [k[:, :, 0].transpose(0, 1) for k in keys_of(model, ids, position_ids=torch.arange(PROBED_POSITIONS, device=model.device)[:, None])]
+        if len(apart) == layers and any(difference(k.float()) > rounding(k) for k in apart):
+            return apart
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        pass
+    try:
+        together = [k[0] for k in keys_of(model, ids.T)]
+    except (IndexError, RuntimeError, TypeError, ValueError) as e:
+        raise UnknownRope(f"{PROBED_POSITIONS} equal tokens do not run: {e}") from e
+    if len(together) != layers:
+        raise UnknownRope(f"{len(together)} of {layers} layers ran")
+    return together
+
+
+def capture(model: Any, prompts: "list[Prompt]", dump: DumpFile, model_id: str, progress: Any = None) -> Optional[str]:
+    """Runs every prompt through the model once and closes the dump; discards it where that fails.
+
+    Returns why the dump does not tell how keys are rotated, where it does not.
+    """
     RECORDER.sink = dump
+    rope: Optional[Rope] = None
+    unknown = None
     try:
         for prompt in prompts:
             if prompt.tokens.size == 0:
@@ -274,7 +315,12 @@ def capture(model: Any, prompts: "list[Prompt]", dump: DumpFile, model_id: str, 
                 model.base_model(input_ids=ids, use_cache=False)
             dump.end_sequence()
         assert dump.shape is not None
-        dump.close(model_id, rope_of(model, dump.shape.head_dim), theta_of(model.config.get_text_config()))
+        try:
+            rope = rope_of(model, keys_by_position(model, int(prompts[0].tokens[-1]), dump.num_layers))
+        except UnknownRope as e:
+            unknown = str(e)
+        dump.close(model_id, rope, theta_of(model.config.get_text_config()))
+        return unknown
     except BaseException:
         dump.discard()
         raise
@@ -347,8 +393,10 @@ def main() -> int:
         model = load_model(arguments.model, arguments.dtype, arguments.device)
         line = ProgressLine(prompts, model.config.get_text_config().num_hidden_layers)
         dump = DumpFile(arguments.out, arguments.queries, arguments.gzip)
-        capture(model, prompts, dump, arguments.model_id or pathlib.Path(arguments.model).resolve().name, line)
+        unknown = capture(model, prompts, dump, arguments.model_id or pathlib.Path(arguments.model).resolve().name, line)
         line.finish()
+        if unknown is not None:
+            print(f"capture_hf: {arguments.out} does not tell how keys are rotated: {unknown}", file=sys.stderr)
     except (CaptureError, OSError, UnicodeDecodeError) as e:
         print(f"capture_hf: {e}", file=sys.stderr)
         return 3

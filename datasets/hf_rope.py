@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a Hugging Face model rotates its keys by position, found by asking its own rotation: a vector is turned and compared."""
+"""How a Hugging Face model rotates its keys by position, found by looking at keys of one token at many positions."""
 from __future__ import annotations
 
 import dataclasses
-import sys
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import torch
 
-PROBED_POSITION = 7
 CHANGING = ("dynamic", "longrope")  # frequencies that depend on the length of the prompt
+PLAIN_THETA = 10000.0  # of models that have tables of sines in place of frequencies
+
+
+class UnknownRope(Exception):
+    """Why it cannot be told how keys are rotated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,68 +28,75 @@ class Rope:
         return 2 * self.inv_freq.shape[-1]
 
 
+NONE = Rope("none", np.zeros(0, np.float32))
+
+
 def turned(x: torch.Tensor, angle: torch.Tensor, pairing: str) -> torch.Tensor:
-    """x [head_dim], its first 2 * len(angle) dims turned."""
-    n = len(angle)
+    """x [..., head_dim], its first dims turned: two for each of angle [..., pairs]."""
+    n = angle.shape[-1]
     first, second = (slice(0, n), slice(n, 2 * n)) if pairing == "halves" else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
     out = x.clone()
-    out[first] = x[first] * angle.cos() - x[second] * angle.sin()
-    out[second] = x[second] * angle.cos() + x[first] * angle.sin()
+    out[..., first] = x[..., first] * angle.cos() - x[..., second] * angle.sin()
+    out[..., second] = x[..., second] * angle.cos() + x[..., first] * angle.sin()
     return out
 
 
-def pairing_of(model: Any, rotary: Any, prefix: str, kind: "tuple[str, ...]", head_dim: int) -> Optional[str]:
-    """What the model's own functions do to a random vector; None: neither pairing."""
-    apply = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
-    if apply is None:
-        return None
-    x = torch.randn(head_dim, generator=torch.Generator().manual_seed(1))
-    inv_freq = getattr(rotary, prefix + "inv_freq")
-    scaling = float(getattr(rotary, prefix + "attention_scaling", 1.0))
-    probe = x.to(inv_freq.device).reshape(1, 1, 1, -1)
-    try:
-        with torch.inference_mode():
-            cos, sin = rotary(probe, torch.tensor([[PROBED_POSITION]], device=inv_freq.device), *kind)
-            got = apply(probe, probe, cos, sin)[1].reshape(-1).cpu()
-    except (TypeError, ValueError, RuntimeError, IndexError):  # other arguments than Llama's
-        return None
-    angle = PROBED_POSITION * inv_freq.cpu().float()
-    for pairing in ("halves", "neighbours"):
-        want = turned(x, angle, pairing)
-        want[:2 * len(angle)] *= scaling
-        if got.shape == want.shape and torch.allclose(got, want, atol=1e-4):
-            return pairing
-    return None
+def difference(k: torch.Tensor) -> float:
+    """The largest between keys [heads, positions, head_dim] of different positions, relative to the largest element."""
+    return float((k - k[:, :1]).abs().max() / k.abs().max())
 
 
-def rope_of(model: Any, head_dim: int) -> Optional[Rope]:
-    """None where it cannot be told."""
-    config, base = model.config.get_text_config(), model.base_model
-    parameters = getattr(config, "rope_parameters", None)
-    if not parameters:
-        return Rope("none", np.zeros(0, np.float32))
-    base = getattr(base, "language_model", base)
-    rotary = getattr(base, "rotary_emb", None)
-    kinds = [p for p in (parameters, *parameters.values()) if isinstance(p, dict)]
-    if rotary is None or any(p.get("rope_type") in CHANGING for p in kinds):
-        return None
-    layers = config.num_hidden_layers
-    if hasattr(rotary, "inv_freq"):
-        types: "list[tuple[str, ...]]" = [()]
-    else:
-        types = [(t,) for t in getattr(config, "layer_types", None) or []]
-    found = {}
-    for kind in dict.fromkeys(types):
-        prefix = "".join(f"{t}_" for t in kind)
-        if not hasattr(rotary, prefix + "inv_freq"):
-            return None
-        found[kind] = (pairing_of(base, rotary, prefix, kind, head_dim), getattr(rotary, prefix + "inv_freq").cpu().float().numpy())
-    pairings, lengths = {pairing for pairing, _ in found.values()}, {len(f) for _, f in found.values()}
-    if len(pairings) != 1 or len(lengths) != 1 or None in pairings:
-        return None
-    rows = [found[kind][1] for kind in types]
-    turns = getattr(config, "no_rope_layers", None)  # 0: the layer does not rotate
-    if turns is not None and not all(turns):
-        rows = [row * bool(turn) for row, turn in zip(rows if len(rows) > 1 else rows * layers, turns)]
-    same = all(np.array_equal(row, rows[0]) for row in rows)
-    return Rope(pairings.pop(), np.asarray(rows[0] if same else np.stack(rows), np.float32))
+def rotation_error(k: torch.Tensor, rope: Rope) -> float:
+    """How much keys of one token differ between positions when they are turned back."""
+    if rope.dims > k.shape[2]:
+        return float("inf")
+    angle = -torch.arange(k.shape[1])[:, None].double() * torch.from_numpy(rope.inv_freq)
+    return difference(turned(k, angle, rope.pairing))
+
+
+def candidates(model: Any) -> "list[Rope]":
+    """Rotations by the frequencies that the model has, which a layer may use or not."""
+    found = [b.detach().float().cpu().numpy() for name, b in model.base_model.named_buffers()
+             if name.endswith("inv_freq") and "original" not in name and b.ndim == 1 and b.numel() > 0]
+    dims = getattr(model.config.get_text_config(), "rotary_dim", None)
+    if not found and isinstance(dims, int):
+        found = [PLAIN_THETA ** (-np.arange(0, dims, 2, dtype=np.float32) / dims)]
+    return [Rope(pairing, f) for f in found for pairing in ("halves", "neighbours")]
+
+
+def rounding(k: torch.Tensor) -> float:
+    """What differences of rotated keys are allowed for: a few units in the last place of their type."""
+    return max(1e-3, 8 * torch.finfo(k.dtype).eps)
+
+
+def layer_rope(name: str, k: torch.Tensor, turning: "list[Rope]") -> Rope:
+    """Of a layer, by keys [heads, positions, head_dim] of one token."""
+    allowed = rounding(k)
+    k = k.detach().cpu().double()
+    if not k.any():
+        raise UnknownRope(f"{name}: its keys are zero")
+    errors = [difference(k), *(rotation_error(k, rope) for rope in turning)]
+    if min(errors) <= allowed:
+        return [NONE, *turning][int(np.argmin(errors))]
+    size = k.norm(dim=-1)
+    if not turning and float((size - size[:, :1]).abs().max() / size.max()) > allowed:
+        return NONE  # no rotation changes lengths: embeddings of positions do
+    raise UnknownRope(f"{name}: its keys are not rotated by frequencies of the model")
+
+
+def rope_of(model: Any, keys: "list[torch.Tensor]") -> Rope:
+    """keys: of one token at positions 0, 1, 2, ... [heads, positions, head_dim] of each layer."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    for p in (parameters, *parameters.values()):
+        if isinstance(p, dict) and p.get("rope_type") in CHANGING:
+            raise UnknownRope(f"frequencies of type {p['rope_type']!r} change with the length of the prompt")
+    turning = candidates(model)
+    layers = [layer_rope(f"layer {i}", k, turning) for i, k in enumerate(keys)]
+    kinds = {(rope.pairing, rope.dims) for rope in layers if rope.dims}
+    if not kinds:
+        return NONE
+    if len(kinds) > 1:
+        raise UnknownRope(f"layers differ in pairing or rotated dims: {sorted(kinds)}")
+    pairing, dims = kinds.pop()
+    rows = np.stack([rope.inv_freq if rope.dims else np.zeros(dims // 2, np.float32) for rope in layers]).astype(np.float32)
+    return Rope(pairing, rows[0] if (rows == rows[0]).all() else rows)

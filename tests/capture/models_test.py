@@ -158,6 +158,46 @@ class Models(unittest.TestCase):
                         want = np.asarray([t ** (-np.arange(8) / 8) for t in (100.0, 5000.0, 100.0)], np.float32)
                         np.testing.assert_allclose(f["rope_inv_freq"], want, rtol=1e-5)
 
+    def test_rotations_are_those_of_the_layers(self):
+        """Layers that do not rotate, parts of the head, and models with other names for it; in the type that the keys are in."""
+        mixed = dict(sliding_window=24, head_dim=16)
+        (prompt,) = self.prompts(12)
+        for kind, options, pairing, dims, turning in (
+                ("cohere2", dict(mixed, num_hidden_layers=4), "neighbours", 16, [1, 1, 1, 0]),
+                ("exaone4", dict(mixed, num_hidden_layers=4, sliding_window_pattern=2), "halves", 16, [1, 0, 1, 0]),
+                ("smollm3", dict(no_rope_layer_interval=2), "halves", 8, [1, 0, 1]),
+                ("phi", dict(num_key_value_heads=8, partial_rotary_factor=0.5), "halves", 4, [1]),
+                ("stablelm", dict(partial_rotary_factor=0.25), "halves", 2, [1]),
+                ("persimmon", {}, "halves", 4, [1]),
+                ("gptj", dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8), "neighbours", 8, [1])):
+            for dtype in (torch.float32, torch.bfloat16):
+                with self.subTest(kind=kind, dtype=dtype, seed=self.seed):
+                    common = {name: x for name, x in COMMON.items() if name != "head_dim"}
+                    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**common, **options}), dtype=dtype).eval()
+                    try:
+                        self.capture(model, [prompt])
+                    except (KeyError, ValueError, capture_hf.CaptureError) as e:
+                        self.assertEqual(kind, "gptj", e)  # uses the interface only in newer versions
+                        continue
+                    with h5py.File(self.path) as f:
+                        self.assertEqual((f.attrs["rope_applied"], f.attrs["rope_pairing"].decode(), f.attrs["rope_dims"]), (1, pairing, dims))
+                        rows = np.atleast_2d(f["rope_inv_freq"][:])
+                        self.assertEqual(rows.any(1).tolist(), list(map(bool, turning)))
+                        np.testing.assert_array_equal(rows[:, 0], turning)
+
+    def test_a_rotation_that_does_not_fit_is_left_out(self):
+        model = make_model("llama")
+        (prompt,) = self.prompts(12)
+        original = model.model.rotary_emb.forward
+        model.model.rotary_emb.forward = lambda x, position_ids: original(x, 2 * position_ids)
+        capture_hf.register()
+        model.set_attn_implementation(capture_hf.NAME)
+        said = capture_hf.capture(model, [prompt], capture_hf.DumpFile(self.path, 1, 1), "test")
+        self.assertIn("layer 0: its keys are not rotated by frequencies of the model", said)
+        with h5py.File(self.path) as f:
+            self.assertEqual(int(f.attrs["rope_applied"]), 1)
+            self.assertNotIn("rope_pairing", f.attrs)
+
     def test_queries_are_those_of_the_scores(self):
         model = make_model("llama")
         (prompt,) = self.prompts(40)
