@@ -166,7 +166,7 @@ class DumpFile:
 
     def __init__(self, path: pathlib.Path, queries: int, gzip: int) -> None:
         self.path = path
-        self.part = path.with_name(path.name + ".part")
+        self.part = self.part_of(path)
         self.queries = queries
         self.gzip = gzip
         self.file = h5py.File(self.part, "w")
@@ -175,6 +175,10 @@ class DumpFile:
         self.sequence: Any = None
         self.layer = 0
         self.on_layer = lambda layer: None
+
+    @staticmethod
+    def part_of(path: pathlib.Path) -> pathlib.Path:
+        return path.with_name(path.name + ".part")
 
     def begin_sequence(self, prompt: Prompt) -> None:
         self.sequence = self.file.create_group(f"seq/{prompt.id}")
@@ -258,10 +262,22 @@ def theta_of(config: Any) -> Optional[float]:
 
 
 def load_model(name: str, dtype: str, device: str) -> Any:
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (AssertionError, ImportError, RuntimeError, ValueError) as e:
+        raise CaptureError(f"--device {device}: {first_line(e)}") from e
     register()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), attn_implementation=NAME)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), attn_implementation=NAME)
+    except Exception as e:  # damaged files raise classes of safetensors and others
+        why = "it does not call the attention interface of transformers" if str(e) == repr(NAME) else e
+        raise CaptureError(f"{name}: transformers cannot load it: {why}") from e
     return model.to(device).eval()
+
+
+def first_line(e: BaseException) -> str:
+    return str(e).split("\n")[0] or type(e).__name__
 
 
 def keys_of(model: Any, ids: torch.Tensor, **options: Any) -> "list[torch.Tensor]":
@@ -307,6 +323,9 @@ def capture(model: Any, prompts: "list[Prompt]", dump: DumpFile, model_id: str, 
         for prompt in prompts:
             if prompt.tokens.size == 0:
                 raise CaptureError(f"{prompt.id}: no tokens")
+            known = model.get_input_embeddings().weight.shape[0]
+            if not 0 <= prompt.tokens.min() <= prompt.tokens.max() < known:
+                raise CaptureError(f"{prompt.id}: its tokens are {prompt.tokens.min()} to {prompt.tokens.max()}, the model knows {known}")
             dump.on_layer = lambda layer, p=prompt: progress(p, layer) if progress else None
             dump.begin_sequence(prompt)
             ids = torch.from_numpy(prompt.tokens.astype(np.int64)).unsqueeze(0).to(model.device)
@@ -328,17 +347,39 @@ def capture(model: Any, prompts: "list[Prompt]", dump: DumpFile, model_id: str, 
         RECORDER.sink = None
 
 
+def dumped_prompts(path: pathlib.Path) -> "list[tuple[str, str, np.ndarray]]":
+    """Name, kind and tokens of each sequence of a kv-dump."""
+    try:
+        with h5py.File(path) as f:
+            found = [(name, bytes(np.bytes_(g.attrs.get("kind", b""))).decode(), g["tokens"][:]) for name, g in f["seq"].items()]
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as e:
+        raise CaptureError(f"{path}: cannot be read as a kv-dump: {e}") from e
+    if not found or any(t.ndim != 1 or t.dtype.kind not in "iu" for _, _, t in found):
+        raise CaptureError(f"{path}: not a kv-dump: no sequences, or tokens that are no list of integers")
+    return found
+
+
+def load_tokenizer(name: str) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except Exception as e:  # damaged files raise Exception itself
+        raise CaptureError(f"{name}: transformers cannot load its tokenizer: {e}") from e
+
+
 def read_prompts(paths: "list[pathlib.Path]", tokenizer: str, limit: Optional[int]) -> "list[Prompt]":
     """One sequence per file: the tokens of a text file, or, of a kv-dump (.h5), of each of its sequences."""
     prompts: "list[Prompt]" = []
     encode: Any = None
     for path in paths:
         if path.suffix == ".h5":
-            with h5py.File(path) as f:
-                found = [(name, bytes(np.bytes_(g.attrs.get("kind", b""))).decode(), g["tokens"][:]) for name, g in f["seq"].items()]
+            found = dumped_prompts(path)
         else:
-            encode = encode or transformers.AutoTokenizer.from_pretrained(tokenizer)
-            found = [(path.stem, "text", encode(path.read_text(encoding="utf-8"))["input_ids"])]
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as e:
+                raise CaptureError(f"{path}: cannot be read as text: {e}") from e
+            encode = encode or load_tokenizer(tokenizer)
+            found = [(path.stem, "text", encode(text)["input_ids"])]
         for name, kind, tokens in found:
             prompts.append(Prompt(name, kind, np.asarray(tokens, np.int32)[:limit]))
     names = [p.id for p in prompts]
@@ -384,9 +425,21 @@ def parse_arguments() -> argparse.Namespace:
     return p.parse_args()
 
 
+def refuse_bad(arguments: argparse.Namespace) -> None:
+    if arguments.max_tokens is not None and arguments.max_tokens < 1:
+        raise CaptureError("--max-tokens: must be positive")
+    if arguments.queries < -1:
+        raise CaptureError("--queries: must not be below -1")
+    written = (arguments.out.resolve(), DumpFile.part_of(arguments.out).resolve())
+    for path in arguments.prompt:
+        if path.resolve() in written or any(w.exists() and path.exists() and w.samefile(path) for w in written):
+            raise CaptureError(f"--out {arguments.out}: would replace the prompt {path}")
+
+
 def main() -> int:
     arguments = parse_arguments()
     try:
+        refuse_bad(arguments)
         if arguments.out.exists() and not arguments.force:
             raise CaptureError(f"{arguments.out}: exists already; --force replaces it")
         prompts = read_prompts(arguments.prompt, arguments.tokenizer or arguments.model, arguments.max_tokens)
@@ -397,7 +450,7 @@ def main() -> int:
         line.finish()
         if unknown is not None:
             print(f"capture_hf: {arguments.out} does not tell how keys are rotated: {unknown}", file=sys.stderr)
-    except (CaptureError, OSError, UnicodeDecodeError) as e:
+    except (CaptureError, OSError, torch.cuda.OutOfMemoryError) as e:
         print(f"capture_hf: {e}", file=sys.stderr)
         return 3
     print(f"{arguments.out}: {len(prompts)} sequences, {dump.num_layers} layers, {sum(p.tokens.size for p in prompts)} tokens")

@@ -258,6 +258,47 @@ class Models(unittest.TestCase):
             self.assertEqual(list(f["seq"]), ["p0"])
             self.assertEqual(bytes(f.attrs["model_id"]).decode(), "none")  # as tierkv.calibrate calls the model's profile
 
+    def refused(self, message, *arguments):
+        said = io.StringIO()
+        with mock.patch.object(sys, "argv", ["capture_hf.py", *map(str, arguments)]), contextlib.redirect_stderr(said):
+            self.assertEqual(capture_hf.main(), 3, said.getvalue())
+        self.assertIn(message, said.getvalue())
+
+    def test_bad_input_is_named(self):
+        folder = self.path.parent
+        prompt, other, text = (folder / name for name in ("prompt.h5", "other.h5", "bytes.txt"))
+        model = make_model("llama")
+        self.capture(model, self.prompts(4))
+        os.replace(self.path, prompt)
+        model.save_pretrained(folder / "llama")
+        with h5py.File(other, "w") as f:
+            f["x"] = 1
+        text.write_bytes(b"\xff\xfe\xfd")
+        common = ("--model", folder / "llama", "--out", self.path, "--device", "cpu")
+        self.refused("other.h5: cannot be read as a kv-dump", *common, "--prompt", other)
+        self.refused("bytes.txt: cannot be read as text", *common, "--prompt", text)
+        for count in (0, -5000):
+            self.refused("--max-tokens: must be positive", *common, "--prompt", prompt, f"--max-tokens={count}")
+        self.refused("--queries: must not be below -1", *common, "--prompt", prompt, "--queries=-2")
+        for device in ("foo", "cuda:99", "meta"):
+            self.refused(f"--device {device}: ", *common, "--prompt", prompt, "--device", device)
+        before = prompt.read_bytes()
+        os.link(prompt, folder / "link.h5")
+        for out in (prompt, folder / "link.h5"):
+            self.refused("would replace the prompt", *common, "--prompt", prompt, "--force", "--out", out)
+        self.assertEqual(prompt.read_bytes(), before)
+        with h5py.File(other, "w") as f:
+            f["seq/a/tokens"] = np.array([1, 97], np.int32)
+        self.refused("a: its tokens are 1 to 97, the model knows 97", *common, "--prompt", other)
+        falcon = AutoConfig.for_model("falcon", vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+        AutoModelForCausalLM.from_config(falcon).save_pretrained(folder / "falcon")
+        self.refused("falcon: transformers cannot load it: it does not call the attention interface", *common, "--prompt", prompt,
+                     "--model", folder / "falcon")
+        weights = folder / "llama" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+        self.refused("llama: transformers cannot load it", *common, "--prompt", prompt)
+        self.assertFalse(self.path.exists() or self.path.with_name("dump.h5.part").exists())
+
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
