@@ -25,14 +25,16 @@ template <int32_t kClasses>
 Status prepare_decode(int32_t head_dim, int32_t blocks, int32_t shared_bytes) {
   using enum DecodeMode;
   for (const DecodeMode mode : {kPlain, kNarrow, kFull, kBFloat16}) {
-    const DecodeKernelOf<kClasses> kernel =
-        kernel_of<kClasses>(head_dim, {blocks, of_classes<kClasses>(mode)});
-    if (kernel == nullptr && !is_plain(mode)) return no_kernel(head_dim);
-    if (kernel == nullptr) continue;
-    const cudaError_t error =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return cuda_status(error, "shared memory of the decode kernel");
+    for (const bool few_warps : {false, true}) {
+      const DecodeKernelOf<kClasses> kernel =
+          kernel_of<kClasses>(head_dim, {blocks, of_classes<kClasses>(mode), few_warps});
+      if (kernel == nullptr && !is_plain(mode)) return no_kernel(head_dim);
+      if (kernel == nullptr) continue;
+      const cudaError_t error =
+          cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      if (error != cudaSuccess) return cuda_status(error, "shared memory of the decode kernel");
+    }
   }
   return Status::ok();
 }

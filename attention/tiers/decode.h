@@ -132,21 +132,25 @@ TKV_HD constexpr bool is_plain(DecodeMode mode) {
 }
 template <int32_t kClasses>
 using DecodeKernelOf = void (*)(DecodeParamsOf<kClasses>);
+// Which kernel. few_warps: of fewer than kDecodeWarps; full modes of one class have a kernel of
+// their own for that, and with classes the full modes have one for any number.
 struct DecodeChoice {
   int32_t blocks;  // of columns
   DecodeMode mode;
+  bool few_warps;
 };
 template <int32_t kClasses>
 TKV_HD DecodeChoice decode_choice(const DecodeParamsOf<kClasses>& p) {
   using enum DecodeMode;
   const int32_t blocks = column_blocks(p.columns.of_row);
+  const bool few_warps = p.warps < kDecodeWarps;
   const bool is_full =
-      blocks > 1 || p.warps < kDecodeWarps || p.tail.tier != kAttentionTiers || p.sinks != nullptr;
+      blocks > 1 || few_warps || p.tail.tier != kAttentionTiers || p.sinks != nullptr;
   const DecodeMode mode = p.is_bfloat16                        ? kBFloat16
                           : is_full                            ? kFull
                           : p.columns.of_row <= kNarrowColumns ? kNarrow
                                                                : kPlain;
-  return {blocks, of_classes<kClasses>(mode)};
+  return {blocks, of_classes<kClasses>(mode), few_warps};
 }
 // Null where there is none. Each head_dim has an object for one class and one for several, from
 // decode_instance.cu.in.

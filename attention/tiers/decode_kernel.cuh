@@ -22,7 +22,7 @@
 
 namespace tierkv {
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
 class DecodeCta {
  public:
   using Params = DecodeParamsOf<classes_of(kMode)>;
@@ -75,10 +75,10 @@ class DecodeCta {
   static constexpr int32_t kSlices = slices_of(kHeadDim, kJoinDims);
   static_assert(2 * kDecodeWarps <= 32, "a lane looks at a part");
   __device__ __forceinline__ int32_t warps() const {
-    if constexpr (kIsPlain) {
-      return kDecodeWarps;
-    } else {
+    if constexpr (kFewWarps) {
       return p_.warps;
+    } else {
+      return kDecodeWarps;
     }
   }
   // The others have no registers for it.
@@ -259,11 +259,11 @@ class DecodeCta {
   WarpAttention<kHeadDim, kColumnBlocks, kMode> attention_;
 };
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParamsOf<classes_of(kMode)> params) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  DecodeCta<kHeadDim, kColumnBlocks, kMode> cta(params, shared_bytes);
+  DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps> cta(params, shared_bytes);
   cta.run();
 }
 
@@ -273,11 +273,19 @@ DecodeKernelOf<kClasses> decode_kernel_of(const DecodeChoice& choice) {
   const auto of_blocks = [&](auto blocks) -> DecodeKernelOf<kClasses> {
     constexpr int32_t kBlocks = decltype(blocks)::value;
     const DecodeMode mode = of_one_class(choice.mode);
-    if (mode == kFull) return decode_kernel<kHeadDim, kBlocks, of_classes<kClasses>(kFull)>;
-    if (mode == kBFloat16) return decode_kernel<kHeadDim, kBlocks, of_classes<kClasses>(kBFloat16)>;
+    constexpr DecodeMode kOfFull = of_classes<kClasses>(kFull),
+                         kOfBFloat16 = of_classes<kClasses>(kBFloat16);
+    if constexpr (kClasses == 1) {
+      if (!choice.few_warps) {
+        if (mode == kFull) return decode_kernel<kHeadDim, kBlocks, kOfFull, false>;
+        if (mode == kBFloat16) return decode_kernel<kHeadDim, kBlocks, kOfBFloat16, false>;
+      }
+    }
+    if (mode == kFull) return decode_kernel<kHeadDim, kBlocks, kOfFull, true>;
+    if (mode == kBFloat16) return decode_kernel<kHeadDim, kBlocks, kOfBFloat16, true>;
     if constexpr (kBlocks == 1) {
-      return mode == kPlain ? decode_kernel<kHeadDim, 1, of_classes<kClasses>(kPlain)>
-                            : decode_kernel<kHeadDim, 1, of_classes<kClasses>(kNarrow)>;
+      return mode == kPlain ? decode_kernel<kHeadDim, 1, of_classes<kClasses>(kPlain), false>
+                            : decode_kernel<kHeadDim, 1, of_classes<kClasses>(kNarrow), false>;
     }
     return nullptr;
   };
