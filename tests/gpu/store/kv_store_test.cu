@@ -257,10 +257,10 @@ TEST_P(KvStoreTwins, ReplaysOfShortSequences) {
   const CacheLayout& l = config.layout;
   KvTwins twins(config, &rng_);
   twins.add();
-  twins.extend({0}, choice.window + 30);  // in some formats its blocks wait
+  twins.extend({0}, choice.window + 70);  // a coded block waits
   twins.add();
   twins.extend({1}, 345);  // brings codebooks
-  twins.truncate(0, 20);
+  twins.truncate(0, 10);
   ASSERT_FALSE(HasFatalFailure());
   const auto bytes = twins.device().export_sequence(twins.live()[0].device);
   ASSERT_TRUE(bytes.is_ok());
@@ -291,7 +291,7 @@ TEST_P(KvStoreTwins, ReplaysOfShortSequences) {
     };
     Graph step(twins.stream(), make_step);
     ASSERT_FALSE(HasFailure());
-    for (int32_t i = 0; i < choice.window + 40; ++i) {
+    for (int32_t i = 0; i < choice.window + 90; ++i) {
       if (i > 0) {
         const Status s = twins.device().note_replay(list, 1);
         ASSERT_TRUE(s.is_ok()) << "replay " << i << ": " << s.message();
