@@ -73,7 +73,7 @@ class _Call:
             if self._torch is None or not isinstance(q, self._torch.Tensor):
                 raise ArgumentTypeError(f"q: a {type(q).__name__} in GPU memory is no torch tensor")
             self._stream: int = self._torch.cuda.current_stream(q.device).cuda_stream
-            self._index: int = q.get_device()
+            self._index: int = q.__dlpack_device__()[1]
         rows = [self._rows(x, name) for x, name in ((q, "q"), (k, "k"))]
         (self.tokens, self.q_heads, head_dim), (k_tokens, self.kv_heads, k_dim) = (shape for _, shape, _, _ in rows)
         if (k_tokens, k_dim) != (self.tokens, head_dim):

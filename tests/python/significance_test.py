@@ -139,7 +139,10 @@ class OnADevice(RandomTest):
         q, k = self.heads_first(20)
         odd = Tensor(np.zeros((20, 2, 128), np.float16)[:, :, ::2])
         starts, host = Tensor(np.array([0, 20], np.int32)), k.array
+        elsewhere = Tensor(k.array)
+        elsewhere.__class__ = type("Elsewhere", (Tensor,), {"__dlpack_device__": lambda self: (2, 1)})
         for call, error, words in ((lambda: tierkv.lse(q, odd), ValueError, "k: the last dim"), (lambda: tierkv.lse(q, host), TypeError, "k: not in"),
+                                   (lambda: tierkv.lse(q, elsewhere), TypeError, "k: on GPU 1"),
                                    (lambda: tierkv.lse(q, k, starts=starts), ValueError, "max_tokens"),
                                    (lambda: tierkv.lse(Tensor(q.array.astype(np.float32)), k), TypeError, "q: dtype float32"),
                                    (lambda: tierkv.significance(q, k, lse=Tensor(np.zeros((2, 20), np.float32))), ValueError, "lse: shape")):
