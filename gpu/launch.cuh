@@ -36,7 +36,7 @@ inline cudaError_t image_architecture(int32_t* architecture) {
   return cudaSuccess;
 }
 
-// An error that a call returns is forgotten: nobody else is told of it.
+// Clears an error that it returns, so that later calls do not report the error again.
 inline Status launched(cudaError_t error) {
   if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
   return cuda_status(error, "kernel launch");

@@ -132,8 +132,8 @@ TKV_HD constexpr bool is_plain(DecodeMode mode) {
 }
 template <int32_t kClasses>
 using DecodeKernelOf = void (*)(DecodeParamsOf<kClasses>);
-// Which kernel. few_warps: of fewer than kDecodeWarps; full modes of one class have a kernel of
-// their own for that, and with classes the full modes have one for any number.
+// Selects a kernel. few_warps: CTAs have fewer than kDecodeWarps warps. Full modes of one class
+// have two kernels, for few and for all warps. With classes a full mode has one kernel for both.
 struct DecodeChoice {
   int32_t blocks;  // of columns
   DecodeMode mode;

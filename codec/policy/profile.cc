@@ -23,7 +23,7 @@ Status check_finite(const char* name, const std::vector<T>& values) {
   return Status::ok();
 }
 
-// head_dim numbers in each row, of which an optional field may have none.
+// Each row has head_dim numbers of a field. An optional field may be empty in all rows.
 Status check_vectors(const Profile& p) {
   const auto dim = static_cast<size_t>(p.head_dim);
   for (const ProfileField& f : kProfileFields) {

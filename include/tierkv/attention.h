@@ -147,8 +147,8 @@ struct AttendCall {
   PageView pages;        // device
   AttentionBatch batch;  // as it was planned
   int32_t layer = 0;
-  // Device, [count, q_len, num_q_heads, head_dim], 16-byte aligned. An infinity may spoil the
-  // outputs of all query heads of its kv head.
+  // Device, [count, q_len, num_q_heads, head_dim], 16-byte aligned. With bfloat16 an
+  // infinity in one query head may change the outputs of the others that share its kv head.
   const void* q = nullptr;
   void* out = nullptr;   // device, like q
   float* lse = nullptr;  // device, [count, q_len, num_q_heads], natural logarithm; may be null

@@ -44,7 +44,7 @@ HALVES = ("apertus", "arcee", "gemma", "gpt_neox", "granite", "granitemoe", "hun
 NEIGHBOURS = ("cohere", "ernie4_5", "glm", "glm4", "helium")
 HEAD_DIMS = (64, 96, 128, 256)
 STEP_TOKENS = 8  # so many tokens attend to the compressed cache; more decode it first
-STEPS_BETWEEN_LOOKS = 16  # for failures that kernels found; a look waits for the GPU
+STEPS_BETWEEN_LOOKS = 16  # the cache asks for failures of kernels so seldom because it waits for the GPU then
 
 Tensor = Any
 
@@ -87,8 +87,8 @@ class _Pass:
 
     new: List[int]  # tokens of each sequence, padding left out
     seen: List[int]  # tokens before them
-    opened: bool  # the sequences are new
-    batch: Batch  # what the cache's becomes with the last layer
+    opened: bool  # this pass has added the sequences
+    batch: Batch  # replaces the cache's when the last layer has run
     step: Optional[_Step] = None
     layer: int = 0  # that comes next
 
@@ -108,14 +108,14 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._stride = significance_stride
         self._store: Optional[KvStore] = None
         self._device: Any = None
-        self._model: Any = None  # the configuration that the store was last found to fit
-        self._shape: Tuple[Any, ...] = ()  # what the store depends on of it
+        self._model: Any = None  # the model configuration that _fit() has last checked
+        self._shape: Tuple[Any, ...] = ()  # the parts of it that the store depends on
         self._ids: List[int] = []
         self._batch = Batch()  # of whole passes
         self._pass: Optional[_Pass] = None  # that has begun and not ended
         self._waits = False  # update() has got tokens that the attention function has not seen
         self._steps = 0  # since the last look for failures
-        self._failure: Optional[TierkvError] = None  # tokens of the cache are not what they were
+        self._failure: Optional[TierkvError] = None  # that kernels found; every pass is refused because of it
 
     # ---- What users ask ----
 
@@ -296,7 +296,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         if self._ids and (not is_step or self._steps >= STEPS_BETWEEN_LOOKS):
             self._failure = self._failure or self._look()
         if self._failure is not None:
-            raise type(self._failure)(f"TierCache: {self._failure}, and tokens of this cache are zeros since; reset() empties it")
+            raise type(self._failure)(f"TierCache: a GPU kernel reported: {self._failure}. Tokens of this cache hold zeros in place of values; call reset()")
         batch = copy.deepcopy(self._batch)
         new = batch.extend(rows, tokens, None if mask is None else mask.cpu().numpy())
         self._pass = _Pass(new, seen, not self._ids, batch)

@@ -108,8 +108,8 @@ class FreePages {
     }
     return static_cast<int64_t>(word >> 32) - taken_;
   }
-  // Everything has run and is published. What was enqueued and has not run never will: captured
-  // steps that were given up.
+  // The stream must be idle and its counts published. Operations that have not run by then belong
+  // to captured steps that the caller gave up, so they never will.
   void settle() {
     enqueued_ = static_cast<uint32_t>(*published_) - 1;
     taken_ = 0;
