@@ -60,16 +60,18 @@ Status DevicePlace::commit_op(bool is_reported) {
 }
 
 Result<bool> DevicePlace::has_pages(int64_t at_most) {
-  if (free_.at_least() >= at_most) return true;
-  if (book_.is_captured()) return false;
+  const bool fits = free_.at_least() >= at_most;
+  if (book_.is_captured() || (fits && !was_captured_)) return fits;
   if (Status s = commit_op(false); !s) return s;
   if (Status s = wait(); !s) return s;
   free_.settle();
+  was_captured_ = false;
   return free_.at_least() >= at_most;
 }
 
 Status DevicePlace::run(const PageOp& op, int64_t at_most) {
   free_.enqueue(at_most);
+  was_captured_ |= book_.is_captured();
   return run_page_op_device(view_.pages.allocator, op, op_workspace_, stream_);
 }
 
@@ -144,9 +146,11 @@ Status DevicePlace::note_replay(const LayerMoves& moves, int32_t tokens) {
   const DeviceWorks works = works_of(moves, {0, config_.layout.num_layers}, tokens);
   if (Status s = format_->require_capturable(works); !s) return s;
   const int64_t at_most = most_pages(works, false);
-  const Result<bool> fits = has_pages(at_most);
-  if (!fits) return fits.status();
-  if (!*fits) return refuse_pages(at_most);
+  if (free_.at_least() < at_most) {
+    const Result<bool> fits = has_pages(at_most);
+    if (!fits) return fits.status();
+    if (!*fits) return refuse_pages(at_most);
+  }
   free_.enqueue(at_most);
   book_.forget();
   return Status::ok();

@@ -121,7 +121,8 @@ class DevicePlace final : public Place {
   int64_t most_pages(const DeviceWorks& works, bool rewrites) const;
   Status require_alike(const LayerMoves& moves) const;
 
-  // Whether `at_most` pages are free for sure; waits where the bound does not say so.
+  // Whether `at_most` pages are free for sure; waits where the bound does not say so, and once
+  // after a capture, which the caller may have given up.
   Result<bool> has_pages(int64_t at_most);
   Status refuse_pages(int64_t needed) {
     return out_of_pages(needed, std::max<int64_t>(free_.at_least(), 0), layout_.page_bytes,
@@ -186,6 +187,7 @@ class DevicePlace final : public Place {
   float* kept_scores_ = nullptr;  // RawAttendCall::kept
   uint64_t* published_ = nullptr;
   FreePages free_;
+  bool was_captured_ = false;  // a page operation, since has_pages() waited last
   BatchBook book_;
   Shortage shortage_;
   PoolMemory scores_;   // significances, and log-sum-exps behind them, of prompts with queries
