@@ -244,9 +244,11 @@ class TKV_API KvStore final {
   // kOutOfRange for positions that the layer does not hold.
   Status decode_range(const LayerRange& range);
 
-  // A captured step of `tokens` tokens of these sequences will run once more. Counts as begin() and
-  // every append(). kOutOfPages where the worst case does not fit, even if the step itself would.
-  // kUnsupported in host memory.
+  // A captured step of `tokens` tokens will run once more, for these sequences: those that were
+  // captured or others, as many and in the order of its tensors. Counts as begin() and every
+  // append(). kOutOfPages where the worst case does not fit, even if the step itself would.
+  // kUnsupported in host memory. A launch for another number of sequences than named here takes
+  // the captured ones, and take_status() tells kInvalidArgument.
   Status note_replay(SequenceList sequences, int32_t tokens);
   // Waits for the device and gives the first failure that kernels have found since the last call.
   // Always kOk in host memory.

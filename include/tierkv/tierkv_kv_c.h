@@ -149,7 +149,8 @@ typedef struct tkv_kv_attend_call {
 TKV_API tkv_status tkv_kv_attend(tkv_kv_store* store, const tkv_kv_attend_call* call,
                                  tkv_error* error);
 
-/* A captured step of `tokens` tokens of these sequences will run once more. */
+/* A captured step of `tokens` tokens will run once more, for these sequences: as many as were
+   captured, these or others. */
 TKV_API tkv_status tkv_kv_note_replay(tkv_kv_store* store, const tkv_sequence_id* sequences,
                                       int32_t num_sequences, int32_t tokens, tkv_error* error);
 /* Waits for a device: the first failure that kernels have found since the last call. */

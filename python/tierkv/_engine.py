@@ -83,7 +83,7 @@ def page_bytes(config: EngineConfigStruct) -> int:
     return bytes_.value
 
 
-class Engine:
+class Engine(lib.Owner):
     """A tkv_engine. Addresses are device memory, or where on_host is set host memory: streams and workspaces are then not looked at,
     and plan() does nothing. One that was made on_host has no grid; on the device it encodes and decodes, but does not attend."""
 

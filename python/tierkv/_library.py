@@ -14,7 +14,7 @@ import threading
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any, Dict, List, Tuple, Union
 
-from .errors import ArgumentTypeError, InvalidArgumentError, error_of
+from .errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError, error_of
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -263,6 +263,13 @@ DUMPS: Dict[str, List[Any]] = {
     "tkv_assign_classes": [c_void_p, c_int32, c_void_p, c_int32, c_void_p],
     "tkv_decompress": [c_char_p, c_char_p, POINTER(DecompressOptions)],
 }
+
+
+class Owner:
+    """Of an object of the library, which it gives back."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(f"{type(self).__name__}: copies and pickles of what the library holds")
 
 
 class _Thread(threading.local):

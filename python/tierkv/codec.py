@@ -180,7 +180,7 @@ def decode(page: Page) -> PageTokens:
     return page.decode()
 
 
-class Codebook:
+class Codebook(lib.Owner):
     """A Huffman codebook for blocks of signed codes; codes that it does not hold are coded as exceptions."""
 
     def __init__(self, handle: ctypes.c_void_p) -> None:

@@ -51,7 +51,7 @@ class ContainerLayer:
     pruned: npt.NDArray[np.bool_]  # [num_kv_heads, tokens]
 
 
-class Container:
+class Container(lib.Owner):
     """An open `.tkv` file.
 
     Several threads may decode from it at once. close() must not run beside them.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import operator
 from dataclasses import dataclass
 from typing import Any, List, Optional, Tuple, Union
 
@@ -26,7 +27,7 @@ from . import _library as lib
 from ._arrays import DTYPES
 from ._hf_batch import Batch, Moves, groups
 from .errors import ArgumentTypeError, InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
-from .kv_store import KvStore, StoreConfig, _ids, preset
+from .kv_store import ChannelFormat, CodedFormat, KvStore, StoreConfig, TiersFormat, _ids, preset
 from .profile import Profile, Rope, read_profile
 from .prompt import significance
 
@@ -36,6 +37,7 @@ transformers: Any = importlib.import_module("transformers")
 cache_utils: Any = importlib.import_module("transformers.cache_utils")
 masking: Any = importlib.import_module("transformers.masking_utils")
 rope_utils: Any = importlib.import_module("transformers.modeling_rope_utils")
+causal_lower_right: Any = importlib.import_module("torch.nn.attention.bias").causal_lower_right
 
 NAME = "tierkv"
 # Types of models, by which dims of a head their RoPE turns together.
@@ -103,6 +105,10 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
                  max_sequences: int = 1, memory_bytes: int = 0, significance_stride: int = 1) -> None:
         super().__init__(layers=[])
         self._format = preset(format) if isinstance(format, str) else format
+        if not isinstance(self._format, (CodedFormat, TiersFormat, ChannelFormat)):
+            raise ArgumentTypeError(f"format: {format!r} is neither a preset nor a format of StoreConfig")
+        if lib.integer(significance_stride, "significance_stride") < 0:
+            raise InvalidArgumentError(f"significance_stride: {significance_stride} is negative")
         self._profile = profile if profile is None or isinstance(profile, Profile) else read_profile(profile)
         self._max_tokens, self._max_sequences, self._memory_bytes = max_tokens, max_sequences, memory_bytes
         self._stride = significance_stride
@@ -144,6 +150,16 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._store, self._model = None, None
         self._forget()
 
+    def __deepcopy__(self, memo: Any) -> TierCache:
+        """A second cache with a store of its own, which takes as much memory."""
+        self._drop_pass()
+        other = copy.copy(self)
+        other._batch, other._ids, other._store = copy.deepcopy(self._batch), [], None
+        if self._store is not None:
+            other._store = KvStore(self._store.config, stream=self._store.stream)
+            other._ids = [other._store.import_sequence(self._store.export_sequence(id)) for id in self._ids]
+        return other
+
     def _forget(self) -> None:
         self._ids, self._batch, self._pass, self._waits, self._failure = [], Batch(), None, False, None
 
@@ -152,6 +168,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
         """Hands the new tokens on: the attention function puts them into the store."""
         if self._waits:
+            self._waits = False
             raise UnsupportedError('TierCache: the model has another attention; call model.set_attn_implementation("tierkv")')
         self._waits = True
         key_states.tierkv_cache = self
@@ -180,6 +197,19 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     def is_croppable(self) -> bool:
         return True
 
+    # Lists of one: transformers takes an empty one for a cache that reads no tokens again.
+    @property
+    def is_sliding(self) -> List[bool]:
+        return [False]
+
+    @property
+    def is_linear(self) -> List[bool]:
+        return [False]
+
+    @property
+    def is_dummy(self) -> List[bool]:
+        return [False]
+
     @property
     def batch_size(self) -> int:
         return len(self._ids) or -1
@@ -198,6 +228,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         """A negative number removes so many positions, padding included; a positive one keeps so many, all where there are fewer. OutOfPagesError,
         where sequences share pages: some may then be cropped and others not; the call can be repeated."""
         self._drop_pass()
+        tokens_to_remove = operator.index(tokens_to_remove)
         length = min(tokens_to_remove, self._batch.length) if tokens_to_remove > 0 else max(0, self._batch.length + tokens_to_remove)
         for id, tokens in zip(self._ids, self._batch.tokens(length)):
             if self.store.num_tokens(id) > tokens:
@@ -283,7 +314,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def _begin(self, module: Any, q: Tensor, k: Tensor, mask: Optional[Tensor], scaling: float) -> None:
         self._drop_pass()
-        if module.config is not self._model:
+        if module.config is not self._model or not self._ids and q.shape[0] > self.store.config.max_sequences:
             self._fit(module.config, q, k, scaling)
         if q.device != self._device:
             raise ArgumentTypeError(f"TierCache: the model is on {q.device}, but the first token was on {self._device}")
@@ -359,15 +390,14 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             if past:
                 stored = self.store.decode_range(self._ids[i], layer, 0, past)
                 keys, values = (torch.cat([_like(old, new).transpose(0, 1)[None], new], 2) for old, new in zip(stored, (keys, values)))
-            visible = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
-            out[i, -n:] = _sdpa(queries, keys, values, scaling, visible)[0]
+            out[i, -n:] = _sdpa(queries, keys, values, scaling, None)[0]
         return out
 
     def _fit(self, config: Any, q: Tensor, k: Tensor, scaling: float) -> None:
         """Makes the store of a model, unless there is one. InvalidArgumentError where the cache holds tokens of another model."""
         rope = check_model(config, q.shape[3])
         shape = (config.num_hidden_layers, q.shape[1], k.shape[1], q.shape[3], scaling, rope.pairing, rope.dims, rope.inv_freq.tobytes())
-        if self._store is not None and shape != self._shape:
+        if self._store is not None and (shape != self._shape or q.shape[0] > self._store.config.max_sequences):
             if self._ids:
                 raise InvalidArgumentError("TierCache: the cache holds tokens of another model; reset() empties it")
             self.close()
@@ -434,7 +464,7 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
             raise UnsupportedError(f"TierCache: {type(module).__name__} is not causal")
         return cache._attend(module, query, key, value, attention_mask, scale), None
     tokens, seen = query.shape[2], key.shape[2]
-    if causal and attention_mask is None and tokens == seen:
+    if causal and attention_mask is None:
         return _sdpa(query, key, value, scale, None), None
     visible = torch.ones(tokens, seen, dtype=torch.bool, device=query.device)
     if causal:
@@ -461,7 +491,13 @@ def mask(batch_size: int, *args: Any, attention_mask: Optional[Tensor] = None, *
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Optional[Tensor]) -> Tensor:
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale,
+    """visible None: causal, the last query at the last key."""
+    tokens, seen = q.shape[2], k.shape[2]
+    is_causal = visible is None and tokens == seen
+    if visible is None and not is_causal:
+        # A mask that is a tensor makes torch write out all scores of grouped queries on a GPU.
+        visible = causal_lower_right(tokens, seen) if q.is_cuda else torch.ones(tokens, seen, dtype=torch.bool).tril(seen - tokens)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, scale=scale,
                                                            enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).contiguous()
 
@@ -491,5 +527,7 @@ def _like(x: Any, like: Tensor) -> Tensor:
     return (x if isinstance(x, torch.Tensor) else torch.from_numpy(x)).to(like.dtype)
 
 
-transformers.AttentionInterface.register(NAME, attention)
-masking.AttentionMaskInterface.register(NAME, mask)
+# torch.compile leaves them as they are: they call the library.
+setattr(TierCache, "update", torch.compiler.disable(TierCache.update))
+transformers.AttentionInterface.register(NAME, torch.compiler.disable(attention))
+masking.AttentionMaskInterface.register(NAME, torch.compiler.disable(mask))

@@ -81,7 +81,7 @@ class _Given(NamedTuple):
     owner: Any
 
 
-class KvStore:
+class KvStore(lib.Owner):
     """A store in host memory, or with a stream in GPU memory. Calls exclude each other by a lock.
 
     Arrays of a host store are NumPy's, or PyTorch's tensors in CPU memory; attend() answers in the kind of its queries. Those of a device
@@ -201,8 +201,8 @@ class KvStore:
         return k, v
 
     def note_replay(self, sequences: Ids, tokens: int = 1) -> None:
-        """Device store: the step of `tokens` tokens that a CUDA graph has captured runs once more. OutOfPagesError where its worst case does
-        not fit."""
+        """Device store: the step of `tokens` tokens that a CUDA graph has captured runs once more, for these sequences: as many as were
+        captured, these or others. OutOfPagesError where its worst case does not fit."""
         self._call("tkv_kv_note_replay", *_ids(sequences), lib.integer(tokens, "tokens"))
 
     def take_status(self) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tierkv.hf on a small random model: generation over a TierCache beside transformers' own cache. Needs torch and transformers 5."""
+import copy
 import os
 import sys
 import unittest
@@ -103,11 +104,77 @@ class Generation(unittest.TestCase):
             self.assertGreater(float((got == want).double().mean()), 0.7, f"seed {SEED}, {options}")
             cache.close()
 
+    def test_generate_with_drafts(self):
+        ids = self.ids(1, 20).repeat(1, 3)
+        for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": self.model}):
+            lengths, tokens = [], []
+            for cache in (DynamicCache(), TierCache(max_tokens=128)):
+                self.model.set_attn_implementation("tierkv" if isinstance(cache, TierCache) else "sdpa")
+                tokens.append(self.model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options))
+                lengths.append(cache.get_seq_length())
+            self.assertGreater(float((tokens[0] == tokens[1]).double().mean()), 0.7, f"seed {SEED}, {options}")
+            self.assertLessEqual(abs(lengths[0] - lengths[1]), 5)  # drafts that are told apart by a tie
+
+    def test_generate_turn_by_turn(self):
+        """Only what the cache does not hold is read, in batches with padding too, and in chunks."""
+        mask = (torch.arange(9)[None] >= torch.tensor([0, 4])[:, None]).long()
+        version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+        # Transformers 5.17 reads later turns from their beginning if they come in chunks, whatever the cache.
+        for chunks in ({}, {"prefill_chunk_size": 4})[:1 + (version >= (5, 24))]:
+            cache, ids, seen = TierCache(max_tokens=128), self.ids(2, 9), mask
+            self.model.set_attn_implementation("tierkv")
+            for turn in range(3):
+                ids = self.model.generate(ids, attention_mask=seen, past_key_values=cache, max_new_tokens=5, do_sample=False, **chunks)
+                self.assertEqual(cache.get_seq_length(), ids.shape[1] - 1, f"turn {turn}, {chunks}")
+                new = self.ids(2, 7)
+                ids = torch.cat([ids, new], 1)
+                seen = torch.cat([seen, torch.ones(2, ids.shape[1] - seen.shape[1], dtype=seen.dtype)], 1)
+            # The last token of an answer is read with the next turn.
+            held = ids[:, :cache.get_seq_length()]
+            more = self.ids(2, 1)
+            whole, padding = torch.cat([held, more], 1), seen[:, :1].new_ones(2, 1)
+            padded = torch.cat([seen[:, :held.shape[1]], padding], 1)
+            exact = self.logits(DynamicCache(), [whole], padded)[0]
+            with torch.inference_mode():
+                self.model.set_attn_implementation("tierkv")
+                found = self.model(more, past_key_values=cache, attention_mask=padded,
+                                   position_ids=self.positions(padded, whole.shape[1], 1)).logits[:, -1]
+            self.assert_near(found, exact)
+
+    def test_a_copy_is_a_cache_of_its_own(self):
+        first, more, other = self.ids(2, 100), self.ids(2, 3), self.ids(2, 11)
+        cache = TierCache(max_tokens=256)
+        empty = copy.deepcopy(cache)
+        self.logits(cache, [first])
+        twin = copy.deepcopy(cache)
+        self.logits(cache, [other])
+        fresh = TierCache(max_tokens=256)
+        self.logits(fresh, [first])
+        self.assertTrue(torch.equal(self.logits(twin, [more]), self.logits(fresh, [more])))
+        self.assert_near(self.logits(empty, [first, more])[1], self.logits(DynamicCache(), [first, more])[1])
+        self.assertEqual([c.get_seq_length() for c in (cache, twin, empty)], [111, 103, 103])
+
+    def test_a_larger_batch_after_reset(self):
+        cache, passes = TierCache(max_tokens=64), [self.ids(3, 12), self.ids(3, 1)]
+        self.logits(cache, [self.ids(1, 12)])
+        cache.reset()
+        self.assert_near(self.logits(cache, passes), self.logits(DynamicCache(), passes))
+
+    def test_compiled_models(self):
+        passes = [self.ids(2, 12), self.ids(2, 1), self.ids(2, 1)]
+        plain = self.logits(TierCache(max_tokens=64), passes)
+        forward = self.model.forward
+        try:
+            self.model.forward = torch.compile(forward, backend="eager")
+            self.assertTrue(torch.equal(self.logits(TierCache(max_tokens=64), passes), plain))
+        finally:
+            self.model.forward = forward
+
     def test_crop_and_reset(self):
         first, more = self.ids(1, 40), self.ids(1, 6)
         cache = TierCache(max_tokens=64)
         self.logits(cache, [first, more])
-        cache.crop(-6)
+        cache.crop(torch.tensor(-6))
         self.assertEqual((cache.get_seq_length(), cache.store.num_tokens(cache._ids[0])), (40, 40))
         again = self.logits(cache, [more])
         self.assert_near(again[0], self.logits(DynamicCache(), [first, more])[1])
@@ -260,8 +327,17 @@ class Refused(unittest.TestCase):
             return self.model(ids, past_key_values=cache, **given)
 
     def test_another_attention(self):
+        cache, ids = TierCache(max_tokens=64), torch.ones(1, 4, dtype=torch.long)
         with self.assertRaisesRegex(tierkv.UnsupportedError, "set_attn_implementation"):
-            self.run_model(TierCache(max_tokens=64), torch.ones(1, 4, dtype=torch.long), "sdpa")
+            self.run_model(cache, ids, "sdpa")
+        self.run_model(cache, ids)
+        self.assertEqual(cache.get_seq_length(), 4)
+
+    def test_arguments(self):
+        with self.assertRaisesRegex(TypeError, "format"):
+            TierCache(3)
+        with self.assertRaisesRegex(ValueError, "significance_stride"):
+            TierCache(significance_stride=-1)
 
     def test_a_refused_pass_leaves_a_good_cache(self):
         cache, ids = TierCache(max_tokens=64, max_sequences=2), torch.ones(1, 4, dtype=torch.long)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """tierkv.KvStore on the host: arrays in and out, attention beside NumPy's, turns, forks, bytes, what is refused."""
 import os
+import pickle
 import sys
 import unittest
+from copy import copy as shallow
+from copy import deepcopy
 
 import numpy as np
 
@@ -138,6 +141,9 @@ class Sequences(KvStoreTest):
             usage = store.usage()
             self.assertEqual((usage.sequences, usage.pages_shared > 0), (2, True))
             self.assertLess(usage.nominal_bytes, usage.raw_bytes)
+            for make in (shallow, deepcopy, pickle.dumps):
+                with self.assertRaises(tierkv.UnsupportedError):
+                    make(store)
             store.release(copy)
             store.release(id)
             with self.assertRaises(tierkv.StaleSequenceError):

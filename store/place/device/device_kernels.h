@@ -54,7 +54,12 @@ struct CountCall {
   TokenLaws laws;
   CountLaw law = CountLaw::kHeld;
   int32_t tokens = 0;
-  int32_t first = 0, count = 0;  // of the sequences of the batch: those in the chunk of ids
+  int32_t total = 0;             // sequences of the batch
+  int32_t first = 0, count = 0;  // of them those in the chunk of ids
+  // Of a captured step: how many sequences note_replay() has named for this launch, and their
+  // slots; none: the captured ones. Null: not a captured step.
+  const int32_t* replayed = nullptr;
+  DeviceFault* fault = nullptr;
   int32_t first_layer = 0, layers = 0;
   int32_t num_layers = 0, max_sequences = 0;
   // Where a plan follows, the kernel also copies what table rows hold. rows: of a sequence; 0: no

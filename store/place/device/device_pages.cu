@@ -12,6 +12,15 @@
 #include "store/place/device/device_place.h"
 
 namespace tierkv::store {
+namespace {
+
+IdChunk ids_from(const std::vector<int32_t>& slots, int32_t first) {
+  IdChunk ids = {};
+  std::copy_n(slots.begin() + first, std::min<size_t>(kIdChunk, slots.size() - first), ids.slots);
+  return ids;
+}
+
+}  // namespace
 
 Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stream) {
   const int2 ids = {slots.front(), slots.back()};
@@ -34,11 +43,12 @@ Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slot
   call.rows = plans ? rows_per_sequence() : 0;
   call.held = view_.pages.allocator.tokens;
   call.row_counts = row_counts();
-  const auto total = static_cast<int32_t>(slots.size());
-  for (; call.first < total; call.first += kIdChunk) {
-    call.count = std::min(kIdChunk, total - call.first);
-    IdChunk ids = {};
-    std::copy_n(slots.begin() + call.first, call.count, ids.slots);
+  call.total = static_cast<int32_t>(slots.size());
+  if (book_.is_captured() && law == CountLaw::kBegin) call.replayed = replayed_;
+  call.fault = fault_;
+  for (; call.first < call.total; call.first += kIdChunk) {
+    call.count = std::min(kIdChunk, call.total - call.first);
+    const IdChunk ids = ids_from(slots, call.first);
     const uint32_t ctas = ctas_for(int64_t{call.count} * call.threads_of_sequence(), kCountThreads);
     Status s = launch_after_previous(count_kernel, ctas, kCountThreads, 0, stream_, call, ids);
     if (!s) return s;
@@ -151,6 +161,13 @@ Status DevicePlace::note_replay(const LayerMoves& moves, int32_t tokens) {
     if (!fits) return fits.status();
     if (!*fits) return refuse_pages(at_most);
   }
+  const Slots slots = slots_of(moves, config_.layout.num_layers);
+  const auto total = static_cast<int32_t>(slots.size());
+  for (int32_t first = 0; first < total; first += kIdChunk) {
+    Status s = launch_after_previous(replayed_kernel, 1, kIdChunk, 0, stream_,
+                                     ids_from(slots, first), first, total, replayed_);
+    if (!s) return s;
+  }
   free_.enqueue(at_most);
   book_.forget();
   return Status::ok();
@@ -170,6 +187,8 @@ Status DevicePlace::open(int32_t slot) {
 Status DevicePlace::release(int32_t slot) {
   if (Status s = enter("release", false); !s) return s;
   book_.forget();
+  // Of a launch that never came.
+  if (Status s = zero(replayed_, sizeof(int32_t)); !s) return s;
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::release({op_slots_, 1}, report_), 0); !s) return s;
   format_->released(slot);

@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of a store that are captured: replayed beside the host's, of short sequences, given up.
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
 #include "tests/engine/support/store_world.h"
 #include "tests/gpu/store/twin_cases.cuh"
 
@@ -33,90 +38,142 @@ class Graph {
   cudaGraphExec_t exec_ = nullptr;
 };
 
-// A captured step, replayed: inputs and outputs stay where they are.
+// A captured step of `count` sequences, which each get `tokens` tokens; inputs and outputs stay
+// where they are.
+class CapturedStep {
+ public:
+  CapturedStep(KvTwins* twins, const CacheLayout& layout, const std::vector<size_t>& who,
+               int32_t tokens)
+      : twins_(*twins),
+        l_(layout),
+        tokens_(tokens),
+        values_(who.size() * tokens * l_.num_kv_heads * l_.head_dim),
+        queries_(who.size() * tokens * l_.num_q_heads * l_.head_dim),
+        lines_(queries_ / l_.head_dim),
+        captured_(who) {
+    all_k_ = twins_.put(&k_, std::vector<uint16_t>(values_ * l_.num_layers));
+    all_v_ = twins_.put(&v_, std::vector<uint16_t>(values_ * l_.num_layers));
+    all_q_ = twins_.put(&q_, std::vector<uint16_t>(queries_ * l_.num_layers));
+    all_out_ = twins_.put(&out_, std::vector<uint16_t>(queries_ * l_.num_layers));
+    all_lse_ = twins_.put(&lse_, std::vector<float>(lines_ * l_.num_layers));
+    const KvTwins::Ids ids = twins_.ids_of(who);
+    graph_ = std::make_unique<Graph>(twins_.stream(), [&] { return make(ids.device_list()); });
+  }
+  size_t count() const { return captured_.size(); }
+  void launch() { graph_->launch_and_wait(); }
+
+  // Beside the host. The first launch is of those that were captured.
+  void launch_beside_host(std::vector<size_t> who) {
+    TwinTokens x = twins_.draw(count(), tokens_);
+    x.significance.clear();
+    std::vector<uint16_t> drawn(queries_ * l_.num_layers);
+    for (uint16_t& e : drawn) {
+      e = float_to_half(std::uniform_real_distribution<float>(-1, 1)(twins_.rng()));
+    }
+    twins_.put(&k_, x.k);
+    twins_.put(&v_, x.v);
+    twins_.put(&q_, drawn);
+    twins_.put(&out_, std::vector<uint16_t>(drawn.size(), 0x7e00));
+    twins_.put(&lse_, std::vector<float>(lines_ * l_.num_layers, NAN));
+    if (!was_launched_) who = captured_;
+    const KvTwins::Ids ids = twins_.ids_of(who);
+    if (was_launched_) KvTwins::expect_ok(twins_.device().note_replay(ids.device_list(), tokens_));
+    was_launched_ = true;
+    launch();
+    KvTwins::expect_ok(twins_.host().begin(ids.host_list(), tokens_));
+    std::vector<uint16_t> expected(drawn.size());
+    std::vector<float> expected_lse(lines_ * l_.num_layers);
+    for (int32_t layer = 0; layer < l_.num_layers; ++layer) {
+      const SequenceList list = ids.host_list();
+      KvTwins::expect_ok(twins_.host().append(twins_.call(list, layer, tokens_, x, nullptr)));
+      LayerAttend b;
+      b.sequences = list;
+      b.layer = layer;
+      b.q_len = tokens_;
+      b.q = drawn.data() + layer * queries_;
+      b.out = expected.data() + layer * queries_;
+      b.lse = expected_lse.data() + layer * lines_;
+      KvTwins::expect_ok(twins_.host().attend(b));
+    }
+    KvTwins::expect_close(expected, out_.read<uint16_t>(expected.size()), expected_lse,
+                          lse_.read<float>(expected_lse.size()), DType::kFloat16);
+    for (const size_t w : who) twins_.live()[w].tokens += tokens_;
+  }
+
+ private:
+  Status make(SequenceList list) {
+    if (Status s = twins_.device().begin(list, tokens_); !s) return s;
+    for (int32_t layer = 0; layer < l_.num_layers; ++layer) {
+      LayerAppend a;
+      a.sequences = list;
+      a.layer = layer;
+      a.tokens = tokens_;
+      a.k = all_k_ + layer * values_;
+      a.v = all_v_ + layer * values_;
+      if (Status s = twins_.device().append(a); !s) return s;
+      LayerAttend b;
+      b.sequences = list;
+      b.layer = layer;
+      b.q_len = tokens_;
+      b.q = all_q_ + layer * queries_;
+      b.out = all_out_ + layer * queries_;
+      b.lse = all_lse_ + layer * lines_;
+      if (Status s = twins_.device().attend(b); !s) return s;
+    }
+    return Status::ok();
+  }
+
+  KvTwins& twins_;
+  const CacheLayout l_;
+  const int32_t tokens_;
+  const size_t values_, queries_, lines_;
+  const std::vector<size_t> captured_;
+  Buffer k_, v_, q_, out_, lse_;
+  uint16_t *all_k_ = nullptr, *all_v_ = nullptr, *all_q_ = nullptr, *all_out_ = nullptr;
+  float* all_lse_ = nullptr;
+  bool was_launched_ = false;
+  std::unique_ptr<Graph> graph_;
+};
+
+// Replays for the sequences that were captured and for others, of two graphs in turn.
 TEST_P(KvStoreCaptures, ReplayACapturedStep) {
   const TwinChoice& choice = GetParam().choice;
   const StoreConfig config = twin_config(choice);
-  const CacheLayout& l = config.layout;
   KvTwins twins(config, &rng_);
-  twins.add();
-  twins.add();
   const bool has_bodies = GetParam().longest > choice.window;
-  // Four blocks, so that coded rows have their means.
-  twins.extend({0}, has_bodies ? 345 : 11);
-  twins.extend({1}, has_bodies ? 400 : 9);
+  for (size_t i = 0; i < 4; ++i) {
+    twins.add();
+    // Four blocks, so that coded rows have their means.
+    twins.extend({i}, twins.pick(1, 20) + (has_bodies ? 345 : 0));
+  }
   ASSERT_FALSE(HasFatalFailure());
-  const std::vector<size_t> who = {1, 0};
-  const KvTwins::Ids ids = twins.ids_of(who);
   const int32_t n = twins.pick(1, 2), replays = has_bodies ? 100 : 60;
-  const size_t values = who.size() * n * l.num_kv_heads * l.head_dim;
-  const size_t queries = who.size() * n * l.num_q_heads * l.head_dim;
-  const size_t lines = queries / l.head_dim;
-  Buffer k, v, q, out, lse;
-  uint16_t* all_k = twins.put(&k, std::vector<uint16_t>(values * l.num_layers));
-  uint16_t* all_v = twins.put(&v, std::vector<uint16_t>(values * l.num_layers));
-  uint16_t* all_q = twins.put(&q, std::vector<uint16_t>(queries * l.num_layers));
-  uint16_t* all_out = twins.put(&out, std::vector<uint16_t>(queries * l.num_layers, 0x7e00));
-  float* all_lse = twins.put(&lse, std::vector<float>(lines * l.num_layers, NAN));
-  const auto make_step = [&]() -> Status {
-    if (Status s = twins.device().begin(ids.device_list(), n); !s) return s;
-    for (int32_t layer = 0; layer < l.num_layers; ++layer) {
-      LayerAppend a;
-      a.sequences = ids.device_list();
-      a.layer = layer;
-      a.tokens = n;
-      a.k = all_k + layer * values;
-      a.v = all_v + layer * values;
-      if (Status s = twins.device().append(a); !s) return s;
-      LayerAttend b;
-      b.sequences = ids.device_list();
-      b.layer = layer;
-      b.q_len = n;
-      b.q = all_q + layer * queries;
-      b.out = all_out + layer * queries;
-      b.lse = all_lse + layer * lines;
-      if (Status s = twins.device().attend(b); !s) return s;
-    }
-    return Status::ok();
-  };
-  Graph step(twins.stream(), make_step);
+  CapturedStep pair(&twins, config.layout, {1, 0}, n);
   ASSERT_FALSE(HasFailure());
+  std::unique_ptr<CapturedStep> other;
   for (int32_t i = 0; i < replays; ++i) {
     SCOPED_TRACE("replay " + std::to_string(i));
-    TwinTokens x = twins.draw(who.size(), n);
-    x.significance.clear();
-    std::vector<uint16_t> drawn(queries * l.num_layers);
-    for (uint16_t& e : drawn) {
-      e = float_to_half(std::uniform_real_distribution<float>(-1, 1)(rng_));
+    if (i == replays / 3) {
+      other =
+          std::make_unique<CapturedStep>(&twins, config.layout, std::vector<size_t>{3, 2, 0}, 1);
+      ASSERT_FALSE(HasFailure());
+      other->launch_beside_host({});
     }
-    twins.put(&k, x.k);
-    twins.put(&v, x.v);
-    twins.put(&q, drawn);
-    if (i > 0) KvTwins::expect_ok(twins.device().note_replay(ids.device_list(), n));
-    step.launch_and_wait();
-    KvTwins::expect_ok(twins.host().begin(ids.host_list(), n));
-    std::vector<uint16_t> expected(drawn.size());
-    std::vector<float> expected_lse(lines * l.num_layers);
-    for (int32_t layer = 0; layer < l.num_layers; ++layer) {
-      KvTwins::expect_ok(twins.host().append(twins.call(ids.host_list(), layer, n, x, nullptr)));
-      LayerAttend b;
-      b.sequences = ids.host_list();
-      b.layer = layer;
-      b.q_len = n;
-      b.q = drawn.data() + layer * queries;
-      b.out = expected.data() + layer * queries;
-      b.lse = expected_lse.data() + layer * lines;
-      KvTwins::expect_ok(twins.host().attend(b));
-    }
-    KvTwins::expect_close(expected, out.read<uint16_t>(expected.size()), expected_lse,
-                          lse.read<float>(expected_lse.size()), DType::kFloat16);
-    for (const size_t w : who) twins.live()[w].tokens += n;
+    CapturedStep& step = other != nullptr && twins.chance(0.3) ? *other : pair;
+    std::vector<size_t> who = {0, 1, 2, 3};
+    if (twins.chance(0.7)) std::shuffle(who.begin(), who.end(), twins.rng());
+    who.resize(step.count());
+    step.launch_beside_host(who);
     if (i % 20 == 0) twins.expect_equal();
-    if (HasFatalFailure()) break;
+    if (HasFatalFailure()) return;
   }
   twins.expect_equal();
-  twins.extend({0, 1}, 3);  // and on without the graph
+  twins.extend({0, 1, 2, 3}, 3);  // and on without the graph
   twins.expect_equal();
+  // As many sequences as were captured.
+  KvTwins::expect_ok(twins.device().note_replay(twins.ids_of({2}).device_list(), n));
+  pair.launch();
+  EXPECT_EQ(twins.device().take_status().code(), StatusCode::kInvalidArgument);
 }
 
 // Sequences whose bodies are empty, although they came from elsewhere or waited for codebooks: what
