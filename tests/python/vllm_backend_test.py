@@ -387,6 +387,23 @@ class Specs(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "model.layers.0.*own kind"):
             backend.TierkvMetadataBuilder(None, [layer.layer_name], config, DEVICE)
 
+    def test_layers_that_are_not_causal_are_refused(self):
+        """Of prefix language models, whose class derives a backend of its own; and any batch that says so."""
+        config = config_of()
+        layer = layer_of(config, 0)
+        before, layer.attn_backend = layer.attn_backend, type("PrefixBackend", (backend.TierkvBackend,), {})
+        with self.assertRaisesRegex(ValueError, "model.layers.0.*PrefixBackend"):
+            backend.get_kv_cache_spec(layer, config)
+        layer.attn_backend = before
+        _, groups, _ = start(config, 4)
+        lens = torch.tensor([4], dtype=torch.int32)
+        cam = CommonAttentionMetadata(
+            query_start_loc=torch.tensor([0, 4], dtype=torch.int32), query_start_loc_cpu=torch.tensor([0, 4], dtype=torch.int32), seq_lens=lens,
+            seq_lens_cpu_upper_bound=lens, num_reqs=1, num_actual_tokens=4, max_query_len=4, max_seq_len=4,
+            block_table_tensor=torch.zeros(1, 1, dtype=torch.int32), slot_mapping=torch.arange(4), causal=False)
+        with self.assertRaisesRegex(ValueError, "not causal"):
+            groups[0].get_metadata_builder(0).build(0, cam)
+
     def test_other_backends_keep_their_specs(self):
         config, given = config_of(), object()
         from vllm.model_executor.layers.attention.attention import Attention

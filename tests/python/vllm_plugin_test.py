@@ -83,7 +83,7 @@ class RefusalsTest(unittest.TestCase):
 
     def test_engines_by_name(self):
         for change, word in ((dict(block_tokens=16), "16"), (dict(draft_tokens=8), "8 draft"), (dict(decode_context_parallel=2), "decode"),
-                             (dict(prefill_context_parallel=2), "prefill")):
+                             (dict(prefill_context_parallel=2), "prefill"), (dict(sleep_mode=True), "sleep")):
             found = refusals.refused_engine(refusals.EngineShape(**change))
             self.assertEqual(len(found), 1, change)
             self.assertIn(word, found[0])

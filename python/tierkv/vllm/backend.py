@@ -50,7 +50,8 @@ def check_engine(vllm_config: Any) -> Settings:
     parallel = vllm_config.parallel_config
     refuse(refused_engine(EngineShape(vllm_config.cache_config.block_size, draft_tokens(attention, vllm_config),
                                       parallel.decode_context_parallel_size,
-                                      getattr(parallel, "prefill_context_parallel_size", 1))), "this engine")
+                                      getattr(parallel, "prefill_context_parallel_size", 1),
+                                      bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)))), "this engine")
     return read_settings(vllm_config.additional_config)
 
 
@@ -156,6 +157,8 @@ def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
     """The cache that an Attention layer asks for. Layers of other backends ask as vLLM has it."""
     if not issubclass(layer.attn_backend, TierkvBackend):
         return _original_get_kv_cache_spec(layer, vllm_config)
+    if layer.attn_backend not in (TierkvBackend, *BACKENDS.values()):
+        refuse([f"{layer.layer_name}, whose class has a {layer.attn_backend.__name__} of its own"], "this model")
     settings = check_engine(vllm_config)
     settings.check_layers(vllm_config.model_config.hf_text_config.num_hidden_layers)
     format = settings.format_of(layer_index(layer.layer_name))
@@ -278,6 +281,8 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> TierkvMetadata:
         self.faults.step()
         cam = common_attn_metadata
+        if cam.causal is not True:
+            refuse(["attention that is not causal"], "this batch")
         if cam.max_query_len <= self.decode_queries:
             direct = [self._direct(cam, self.decode_queries, cam.num_reqs, cam.max_query_len, None)]
             return self._metadata(cam, direct, [], ())
@@ -377,6 +382,8 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
             shares_cache=kv_sharing_target_layer_name is not None,
             other_arguments=tuple(sorted(n for n, x in others.items() if n not in known and x is not None)))), "a layer of this model")
         self.flash_version: Optional[int] = get_flash_attn_version(head_size=head_size)  # as the engine's config, which is current here, says
+        if self.flash_version is None and torch.cuda.is_available():
+            refuse([f"head_dim {head_size} without FlashAttention, which this GPU and vLLM do not have for it"], "a layer of this model")
         self.engine: Optional[engine.Engine] = None
         self.key_reflection: Optional[torch.Tensor] = None
         self.faults: Optional[Faults] = None  # of the layers of one builder, which sets it

@@ -40,7 +40,7 @@ class EngineShape:
     draft_tokens: int = 0
     decode_context_parallel: int = 1
     prefill_context_parallel: int = 1
-    has_cascade: bool = False
+    sleep_mode: bool = False
 
 
 def refused_layer(s: LayerShape) -> List[str]:
@@ -81,6 +81,8 @@ def refused_engine(s: EngineShape) -> List[str]:
         found.append("decode context parallelism")
     if s.prefill_context_parallel > 1:
         found.append("prefill context parallelism")
+    if s.sleep_mode:
+        found.append("sleep mode, which loses what workspaces hold")
     return found
 
 
