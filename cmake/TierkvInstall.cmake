@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # What `cmake --install` lays out: headers, libtierkv and libtierkv_dumps, shared and static, the CMake package, pkg-config
-# files and the command. Both packages find their prefix from where they lie, so the tree may be moved.
+# files, the command and the licences. Both packages find their prefix from where they lie, so the tree may be moved.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/tierkv)
 install(DIRECTORY include/tierkv TYPE INCLUDE FILES_MATCHING PATTERN "*.h")
+install(FILES LICENSE NOTICE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(DIRECTORY licenses DESTINATION ${CMAKE_INSTALL_DOCDIR})
 # Three export sets, because a consumer of the shared libraries needs nothing else, and one of the static libtierkv no HDF5.
 foreach(set IN ITEMS tierkv dumps)
   set(target tierkv_${set})
@@ -33,7 +35,7 @@ file(RELATIVE_PATH pc_prefix /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 string(REGEX REPLACE "/$" "" pc_prefix "${pc_prefix}")
 set(pc_cuda)
 if(TIERKV_HAVE_CUDA)
-  set(pc_cuda " -lcudart_static -lrt -ldl")
+  set(pc_cuda " -L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lrt -ldl")
 endif()
 set(packages tierkv)
 if(TIERKV_TOOLS)

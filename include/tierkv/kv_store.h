@@ -256,13 +256,15 @@ class TKV_API KvStore final {
 
   // A copy that shares full pages. kOutOfPages; kOutOfRange when max_sequences are open.
   Result<SequenceId> fork(SequenceId source);
-  // Forgets all tokens from position `tokens` on; a body token that stays keeps its precision.
+  // Forgets all tokens from position `tokens` on; a body token that stays keeps its precision, and
+  // a row the means and steps that its first tokens gave it. With 0 the sequence is as a new one.
   // Layers may differ behind that position. So a chunk that only some layers have got can be given
   // up. kInvalidArgument for more tokens than there are; kOutOfPages where a shared page is cut and
   // none is free to copy it to.
   Status truncate(SequenceId sequence, int32_t tokens);
   Status release(SequenceId sequence);
 
+  // Those that begin() has announced included.
   Result<int32_t> num_tokens(SequenceId sequence);
   // Pages, shared ones included, and the slot.
   Result<int64_t> bytes_held(SequenceId sequence);
@@ -270,7 +272,8 @@ class TKV_API KvStore final {
   Shortage shortage() const;
 
   // A complete sequence as a container (tierkv/container.h), every chunk with a checksum. Equal
-  // states give equal bytes. Any store of an equal config but for capacities and memory takes it. A
+  // states give equal bytes. Any store takes it whose config is equal but for max_sequences,
+  // max_tokens and memory_bytes, and for page_bytes with CodedFormat and ChannelFormat. A
   // store on a device keeps memory for this: on the device at most four layers and 16 MiB, in
   // pinned host memory lists of a few percent of the sequence, tables of one with max_tokens, and
   // the whole sequence where the caller's memory is not pinned. kOutOfMemory where it gets none.

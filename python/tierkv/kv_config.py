@@ -138,7 +138,7 @@ class StoreConfig:
         try:
             typical, least = dataclasses.replace(self, memory_bytes=memory).tokens_that_fit()
         except OutOfRangeError:  # too little for max_sequences
-            if memory >= 1 << 50:
+            if memory >= 1 << 46:  # the most that is asked for: it is too much of something else
                 raise
             return False
         wanted = self.max_sequences * self.max_tokens
@@ -147,8 +147,8 @@ class StoreConfig:
     def _struct(self) -> lib.KvConfigStruct:
         if self.dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.sink_tokens < 0 or self.window_tokens < 1:
-            raise InvalidArgumentError("sink_tokens must be at least 0, window_tokens at least 1")
+        if self.sink_tokens < 0 or self.window_tokens < 1:  # the C ABI has its own meanings of these
+            raise InvalidArgumentError("sink_tokens must be at least 0, window_tokens at least 8")
         raw_layers = np.array([lib.integer(layer, "raw_layers") for layer in self.raw_layers], np.int32)
         profile = profile_struct(self.profile) if isinstance(self.profile, ProfileData) else None
         rope, inv_freq = None, None
@@ -168,10 +168,10 @@ class StoreConfig:
 
 def _format(format: BodyFormat) -> Dict[str, Any]:
     """The field of the config's struct."""
+    for name in ("max_length", "streams_per_lane", "key_books", "k_bits", "v_bits", "block_tokens"):
+        if getattr(format, name, None) == 0:  # the C ABI takes it for the default
+            raise InvalidArgumentError(f"format: {name} is 0")
     if isinstance(format, CodedFormat):
-        for name in ("max_length", "streams_per_lane", "key_books"):
-            if getattr(format, name) == 0:  # the C ABI takes it for the default
-                raise InvalidArgumentError(f"format: {name} is 0")
         return {"coded": ctypes.pointer(lib.CodedFormatStruct(**dataclasses.asdict(format)))}
     if isinstance(format, ChannelFormat):
         return {"channel": ctypes.pointer(lib.ChannelConfigStruct(**dataclasses.asdict(format)))}

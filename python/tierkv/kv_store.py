@@ -22,7 +22,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ContextManager, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
+from typing import Any, ContextManager, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Type, Union, overload
 
 import numpy as np
 
@@ -160,7 +160,7 @@ class KvStore(lib.Owner):
         self._call("tkv_kv_append", lib.KvAppendCall(
             sequences=ids, num_sequences=count, layer=layer, tokens=tokens, k=keys.address, v=vals.address, significance=scores.address,
             stride=scores.shape[2] if scores.shape else 0, q=queries.address,
-            query_stride=lib.integer(query_stride, "query_stride")))
+            query_stride=lib.integer(query_stride, "query_stride") or -1))  # the C ABI takes 0 for 1
 
     def attend(self, sequences: Ids, layer: int, q: ArrayLike, *, probabilities: bool = False, count_query: bool = False,
                sinks: Optional[ArrayLike] = None) -> Attention:
@@ -173,6 +173,8 @@ class KvStore(lib.Owner):
         queries = self._given(q, "q", ("float16", "bfloat16"), (count, None, c.num_q_heads, c.head_dim))
         learned = self._given(sinks, "sinks", ("float32",), (c.num_q_heads,))
         q_len = queries.shape[1]
+        if q_len == 0:  # the C ABI takes it for 1
+            raise InvalidArgumentError("q: it has no query")
         found: Optional[Tuple[int, ...]] = None
         if probabilities:
             found = (q_len, count, c.num_kv_heads, max((self.num_tokens(id) for id in numbers), default=0))
@@ -219,9 +221,11 @@ class KvStore(lib.Owner):
         self._call("tkv_kv_truncate", _id(sequence), lib.integer(tokens, "tokens"))
 
     def release(self, sequence: int) -> None:
+        """Ends a sequence. Its number names none from then on, and pages that no other sequence shares are free."""
         self._call("tkv_kv_release", _id(sequence))
 
     def num_tokens(self, sequence: int) -> int:
+        """Tokens of a sequence, with those that begin() has just announced."""
         tokens = ctypes.c_int32()
         self._call("tkv_kv_num_tokens", _id(sequence), tokens)
         return tokens.value
@@ -233,9 +237,16 @@ class KvStore(lib.Owner):
         return held.value
 
     def usage(self) -> StoreUsage:
+        """What the store holds now."""
         u = lib.KvUsage()
         self._call("tkv_kv_get_usage", u)
         return StoreUsage(*(getattr(u, name) for name, *_ in u._fields_[1:]))
+
+    @overload
+    def export_sequence(self, sequence: int) -> bytes: ...
+
+    @overload
+    def export_sequence(self, sequence: int, out: ArrayLike) -> int: ...
 
     def export_sequence(self, sequence: int, out: Optional[ArrayLike] = None) -> Union[bytes, int]:
         """A sequence as bytes, for any store of the same layout, format and profile; capacities may differ.
@@ -314,6 +325,7 @@ class KvStore(lib.Owner):
 
     @property
     def is_on_device(self) -> bool:
+        """Whether the store lies in GPU memory."""
         return self._stream is not None
 
     @property

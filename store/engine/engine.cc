@@ -109,7 +109,12 @@ Result<SequenceId> KvStore::fork(SequenceId source) {
 
 Status KvStore::truncate(SequenceId sequence, int32_t tokens) {
   if (Status s = engine_->sequences.admit_truncate(sequence, tokens, &engine_->moves); !s) return s;
-  if (Status s = engine_->place->truncate(engine_->moves); !s) return s;
+  if (tokens > 0) {
+    if (Status s = engine_->place->truncate(engine_->moves); !s) return s;
+  } else {  // what its tokens have fixed goes as well
+    if (Status s = engine_->place->release(sequence.slot); !s) return s;
+    if (Status s = engine_->place->open(sequence.slot); !s) return s;
+  }
   engine_->sequences.commit(engine_->moves);
   engine_->sequences.set_tokens(sequence.slot, tokens);
   return Status::ok();

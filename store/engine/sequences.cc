@@ -138,9 +138,9 @@ Status Sequences::admit_append(const LayerAppend& call, LayerMoves* moves) const
   for (const int32_t slot : slots_) {
     const LayerTokens from = layer(slot, call.layer);
     if (entries_[slot].tokens - from.tokens != call.tokens) {
-      return invalid("tokens: layer " + std::to_string(call.layer) + " lacks " +
-                     std::to_string(entries_[slot].tokens - from.tokens) + " tokens of " +
-                     name_of(id_at(slot)) + ", not " + std::to_string(call.tokens));
+      return invalid("tokens: " + std::to_string(call.tokens) + ", but begin() announced " +
+                     std::to_string(entries_[slot].tokens - from.tokens) + " more for layer " +
+                     std::to_string(call.layer) + " of " + name_of(id_at(slot)));
     }
     moves->push_back(move_of(slot, call.layer, after_append(laws_, from, call.tokens)));
   }

@@ -131,7 +131,8 @@ Result<StoreLayout> store_layout(const StoreConfig& config, const RowFormat& for
   at.allocator.table.num_sequences = config.max_sequences;
   at.allocator.table.rows_per_sequence = sizes.rows_per_layer * config.layout.num_layers;
   at.allocator.num_pages = 1;
-  if (Status s = at.allocator.validate(); !s) return s.with_context("max_sequences, num_layers");
+  if (Status s = at.allocator.validate(); !s)
+    return s.with_context("max_tokens, max_sequences, num_layers");
   if (at.slot_bytes > config.memory_bytes / config.max_sequences) {
     return Status(StatusCode::kOutOfRange,
                   "memory_bytes: " + std::to_string(config.memory_bytes) +

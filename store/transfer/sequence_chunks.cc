@@ -103,7 +103,7 @@ Status check_model(const StoreConfig& config, std::span<const uint8_t> bytes) {
   const Result<ContainerModel> model = parse_model({bytes.begin(), bytes.end()});
   if (!model) return model.status();
   if (serialize_model(*model) == serialize_model(model_of(config))) return Status::ok();
-  return invalid("the sequence is of a cache of another layout or rotation");
+  return invalid("the sequence is of a cache of another layout, dtype, sm_scale or rotation");
 }
 
 Status check_counts(const StoreConfig& config, const TokenLaws& laws,

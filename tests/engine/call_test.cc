@@ -197,10 +197,11 @@ TEST(OneStore, RefusesCallsOutOfOrder) {
   ASSERT_TRUE(engine->begin(list, 50));
   EXPECT_THAT(engine->begin(list, 1).message(), HasSubstr("layer 0 lacks 50 tokens of " + name));
   EXPECT_THAT(engine->append(feed.call(one.id, 0, 0, 49)).message(),
-              HasSubstr("layer 0 lacks 50 tokens of " + name + ", not 49"));
+              HasSubstr("tokens: 49, but begin() announced 50 more for layer 0 of " + name));
   EXPECT_FALSE(engine->append(feed.call(one.id, 2, 0, 50)));
   ASSERT_TRUE(engine->append(feed.call(one.id, 0, 0, 50)));
-  EXPECT_FALSE(engine->append(feed.call(one.id, 0, 0, 50)));
+  EXPECT_THAT(engine->append(feed.call(one.id, 0, 0, 50)).message(),
+              HasSubstr("tokens: 50, but begin() announced 0 more for layer 0 of " + name));
   EXPECT_FALSE(engine->fork(one.id));
   EXPECT_FALSE(engine->export_sequence(one.id));
   std::vector<uint16_t> x(4 * 64);

@@ -8,6 +8,7 @@
 #include "tests/engine/support/changed_bytes.h"
 #include "tests/engine/support/feed.h"
 #include "tests/engine/support/owned_parts.h"
+#include "tests/engine/support/tiers_world.h"
 #include "tests/support/fresh_random.h"
 
 namespace tierkv {
@@ -38,6 +39,7 @@ TEST_F(SequenceTransfer, StoresOfUnequalCapacityAgree) {
   const Feed feed(small.layout, 660, &rng_), other(small.layout, 400, &rng_);
   OneSequence from(small, feed, 600), to(large), with_books(large, other, 400);
   const std::vector<uint8_t> bytes = from.bytes();
+  std::vector<SequenceId> ids;
   // A store without codebooks takes those of the sequence; one with its own codes the blocks anew.
   for (OneSequence* one : {&to, &with_books}) {
     KvStore* engine = one->store.engine.get();
@@ -48,10 +50,15 @@ TEST_F(SequenceTransfer, StoresOfUnequalCapacityAgree) {
     if (one == &to) {
       EXPECT_EQ(*engine->export_sequence(*id), bytes);
     }
-    ASSERT_TRUE(feed.give(engine, *id, 600, 60));
+    ids.push_back(*id);
   }
+  // All go on alike.
   ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 600, 60));
-  EXPECT_EQ(*to.store.engine->num_tokens(to.id), 0);
+  ASSERT_TRUE(feed.give(to.store.engine.get(), ids[0], 600, 60));
+  EXPECT_EQ(*to.store.engine->export_sequence(ids[0]), from.bytes());
+  ASSERT_TRUE(feed.give(with_books.store.engine.get(), ids[1], 600, 60));
+  EXPECT_EQ(values(with_books.store.engine.get(), ids[1], small.layout),
+            values(from.store.engine.get(), from.id, small.layout));
 }
 
 TEST_F(SequenceTransfer, ACompressedFileIsNamed) {
@@ -223,6 +230,42 @@ TEST_F(SequenceTransfer, AnImportWithoutMemoryLeavesNothing) {
     EXPECT_EQ(*from.store.engine->export_sequence(*id), bytes);
     InvariantChecker laws;
     EXPECT_TRUE(laws.check(from.store.place->pages().allocator));
+  }
+}
+
+// A side's bytes come page by page, so pages of another size would take them for other tokens.
+TEST_F(SequenceTransfer, TiersOfOtherPagesAreRefused) {
+  const StoreConfig config = tiers_config(64, 900, true, &rng_);
+  StoreConfig other = config;
+  other.page_bytes = 2 * OpenStore(config).place->pages().page_bytes;
+  OpenStore store(other);
+  for (const int32_t tokens : {60, 400}) {
+    const Feed feed(config.layout, tokens, &rng_);
+    const std::vector<uint8_t> bytes = OneSequence(config, feed, tokens).bytes();
+    EXPECT_EQ(store.engine->import_sequence(bytes.data(), bytes.size()).status().code(),
+              StatusCode::kInvalidArgument);
+  }
+}
+
+// Whatever it held before: tokens of other sizes fix other means and steps.
+TEST_F(SequenceTransfer, ATruncationToNothingForgetsEverything) {
+  for (const int32_t kind : {0, 1, 2}) {
+    StoreConfig config = kind == 1 ? tiers_config(64, 900, true, &rng_) : make_config({});
+    if (kind == 2) config.format = ChannelFormat{};
+    if (kind == 2) give_pages(200, &config);
+    const Feed feed(config.layout, 400, &rng_);
+    Feed before(config.layout, 400, &rng_);
+    for (std::vector<uint16_t>* x : {&before.k, &before.v}) {
+      for (uint16_t& e : *x) e = float_to_half(half_to_float(e) / 4 + 1);
+    }
+    OneSequence fresh(config, feed, 400), used(config, before, pick(1, 400));
+    KvStore* engine = used.store.engine.get();
+    ASSERT_TRUE(engine->truncate(used.id, 0));
+    EXPECT_EQ(engine->usage()->pages_free, engine->usage()->pages);
+    ASSERT_TRUE(feed.give(engine, used.id, 0, 400));
+    // Codebooks are the store's, so bytes may differ where values do not.
+    EXPECT_EQ(values(engine, used.id, config.layout),
+              values(fresh.store.engine.get(), fresh.id, config.layout));
   }
 }
 

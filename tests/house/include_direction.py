@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies point one way: include/tierkv <- gpu, codec, allocator <- attention <- store <- capi <- tools, bench, tests.
+"""Dependencies point one way: include/tierkv <- gpu, codec, allocator <- attention <- store <- capi; tools stand on codec and
+datasets, bench and tests on all.
 
 A room is a folder with rules of its own. What libtierkv is made of includes no baselines, tools or tests, and links none.
 Public headers are C++17 without CUDA, fmt or JSON; fmt and JSON stay out of .cu files.

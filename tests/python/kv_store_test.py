@@ -141,6 +141,8 @@ class Sequences(KvStoreTest):
             usage = store.usage()
             self.assertEqual((usage.sequences, usage.pages_shared > 0), (2, True))
             self.assertLess(usage.nominal_bytes, usage.raw_bytes)
+            with self.assertRaisesRegex(ValueError, "no query"):
+                store.attend(id, 0, np.zeros((1, 0, Q_HEADS, HEAD_DIM), np.float16))
             for make in (shallow, deepcopy, pickle.dumps):
                 with self.assertRaises(tierkv.UnsupportedError):
                     make(store)
@@ -187,6 +189,7 @@ class Refused(KvStoreTest):
                                (dict(dtype="float64"), ValueError), (dict(raw_layers=(0.7,)), TypeError), (dict(raw_layers=(2**32,)), tierkv.InvalidArgumentError),
                                (dict(format=CodedFormat(max_length=0)), ValueError), (dict(format="small"), TypeError), (dict(sink_tokens=-1), ValueError),
                                (dict(format=TiersFormat(())), ValueError), (dict(memory_bytes=1), tierkv.OutOfRangeError),
+                               (dict(format=ChannelFormat(v_bits=0)), ValueError), (dict(format=ChannelFormat(block_tokens=0)), ValueError),
                                (dict(format=ChannelFormat(k_bits=3)), tierkv.TierkvError), (dict(max_tokens=2**40), tierkv.InvalidArgumentError),
                                (dict(format=TiersFormat((TierClass(TierFormat(3, 4)),))), tierkv.TierkvError)):
             with self.assertRaises(error, msg=str(changes)):

@@ -257,7 +257,9 @@ void add_verify(CLI::App& app, int* exit_code) {
       "Check every byte of .tkv containers and decode them; of a store's sequence the bytes");
   c->add_option("FILE", args->files, "Containers (.tkv)")->required();
   add_common(c, args);
-  c->footer("Exit codes: 0 all are sound, 1 one is damaged, 3 one is no container.");
+  c->footer(
+      "Exit codes: 0 all are sound; 1 one is damaged; 2 a word or option is unknown or missing;\n"
+      "3 one is no container, a value is wrong, or standard output cannot be written.");
   c->callback([args, exit_code] { *exit_code = run_verify(*args); });
 }
 

@@ -182,8 +182,10 @@ Status add_file(const std::string& file, Json* files, std::string* text) {
   }
   const Result<datasets::DumpReader> reader = datasets::DumpReader::open(file);
   if (!reader) {
-    const bool is_other = reader.status().message() == file + ": " + datasets::kNotHdf5;
-    if (!is_other) return reader.status();
+    const Status s = reader.status();
+    if (s.message().ends_with("'kv-profile' (expected 'kv-dump')"))
+      return Status(s.code(), s.message() + ": a profile; info reads dumps and containers");
+    if (s.message() != file + ": " + datasets::kNotHdf5) return s;
     return Status(StatusCode::kCorrupt, file + " is neither HDF5 nor a .tkv container");
   }
   files->push_back(describe(reader->info()));

@@ -58,6 +58,9 @@ int main(int argc, char** argv) {
   CLI::App app("tierkv: what compression does to a KV cache");
   app.set_version_flag("--version", TIERKV_VERSION);
   app.require_subcommand(1);
+  app.failure_message([](const CLI::App* a, const CLI::Error& e) {
+    return "tierkv: " + CLI::FailureMessage::simple(a, e);
+  });
   app.footer(
       "Exit codes: 0 success; 1 verify found damage; 2 a word or option is unknown or missing;\n"
       "3 a value, preset or file is wrong, or an output cannot be written: the message names it.");

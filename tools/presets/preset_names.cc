@@ -46,8 +46,8 @@ std::string preset_help() {
   h2o              prune to a share of each head, by attention received    keep=0.5 format=k16v16
   zstd-fp16        zstd of the raw bytes                                   level=3
   zstd-codes       zstd of one byte per code of another preset             of=k8v4 level=3
-  All but the last four keep the newest window=64 and the first sinks=4 tokens apart, raw but for diffkv. Where presets
-  keep different numbers of them, their sizes and errors do not compare.
+  All but fp16, snapkv, h2o and zstd-fp16 keep the newest window=64 and the first sinks=4 tokens apart, raw but for
+  diffkv. Where presets keep different numbers of them, their sizes and errors do not compare.
   Where there are codes: only=k|v leaves the other component raw; predict=token|channel|plane codes what is left of a
   Lorenzo predictor.
   +huffman, +fse (tANS as in zstd), +fixed (one width per token), +bitshuffle (with zstd): entropy stage; kvcomp, small and

@@ -18,7 +18,7 @@
 namespace tierkv::store {
 namespace {
 
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr int64_t kMeanBytes = 16;
 
 uint32_t map_word(const uint8_t* map, int32_t word) {
@@ -62,6 +62,7 @@ std::vector<uint8_t> TiersRows::identity() const {
     out.f64(c.alpha_low);
   }
   for (const uint8_t c : class_of_head_) out.u8(c);
+  out.u64(static_cast<uint64_t>(sizes_.page_bytes));  // a side's bytes come page by page
   CacheBasis basis;
   basis.num_layers = config_.layout.num_layers;
   basis.num_kv_heads = config_.layout.num_kv_heads;

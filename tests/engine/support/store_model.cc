@@ -219,6 +219,7 @@ void CodedModel::append(Layer* layer, int32_t layer_index, const NewTokens& adde
 }
 
 void CodedModel::truncate(Sequence* sequence, int32_t tokens) const {
+  if (tokens == 0) *sequence = empty();
   for (size_t l = 0; l < sequence->size(); ++l) {
     Layer& layer = (*sequence)[l];
     const int32_t before = layer.body_end;

@@ -102,6 +102,7 @@ class TiersModel {
   }
 
   void truncate(TiersSequence* sequence, int32_t tokens) const {
+    if (tokens == 0) *sequence = empty();
     for (TiersLayer& layer : *sequence) {
       for (TiersModelRow& row : layer.rows) row.tokens.resize(tokens);
       layer.body_end = std::min(layer.body_end, tokens);
