@@ -332,6 +332,14 @@ tkv_status tkv_kv_num_tokens(tkv_kv_store* store, tkv_sequence_id sequence, int3
   });
 }
 
+tkv_status tkv_kv_free_pages(tkv_kv_store* store, int64_t* pages, tkv_error* error) {
+  return capi::on_store(store, error, [&](KvStore& s) {
+    if (pages == nullptr) return capi::invalid("pages is null");
+    *pages = s.free_pages();
+    return Status::ok();
+  });
+}
+
 tkv_status tkv_kv_bytes_held(tkv_kv_store* store, tkv_sequence_id sequence, int64_t* bytes,
                              tkv_error* error) {
   return capi::on_store(store, error, [&](KvStore& s) {

@@ -106,7 +106,7 @@ def peers():
 @table
 def attention_in_short():
     of = {(m["name"], m["shape"]): m["us"] for m in result("peers.json")["results"]}
-    bytes_of = {(m["name"], m["shape"]): m["bytes"] for m in result("attention.json")["results"]}
+    bytes_of = {(m["name"], m["shape"]): m["bytes"] for m in result("peers.json")["results"] if m["kind"] == "tierkv"}
     coded = [m for m in result("weighted_attention.json")["results"] if m["variant"] == "rope, 10 bits x16 /2"]
     shapes = {"1 x 32K": "1x32768", "64 x 4K": "64x4096", "8 x 32K": "8x32768"}
     schemes = {"K8V4": "k8v4", "K4V4": "k4v4", "K4V2": "k4v2", "tiers 30 % K8V4, 50 % K4V2, 20 % pruned": "mixed"}

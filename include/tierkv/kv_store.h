@@ -269,6 +269,9 @@ class TKV_API KvStore final {
   // Pages, shared ones included, and the slot.
   Result<int64_t> bytes_held(SequenceId sequence);
   Result<StoreUsage> usage();
+  // Pages that are free for sure once every call has run: for the admission of requests. Waits for
+  // nothing. In host memory, and on a device that is idle, as many as there are.
+  int64_t free_pages();
   Shortage shortage() const;
 
   // A complete sequence as a container (tierkv/container.h), every chunk with a checksum. Equal

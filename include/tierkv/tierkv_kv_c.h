@@ -176,6 +176,8 @@ TKV_API tkv_status tkv_kv_truncate(tkv_kv_store* store, tkv_sequence_id sequence
 TKV_API tkv_status tkv_kv_release(tkv_kv_store* store, tkv_sequence_id sequence, tkv_error* error);
 TKV_API tkv_status tkv_kv_num_tokens(tkv_kv_store* store, tkv_sequence_id sequence, int32_t* tokens,
                                      tkv_error* error);
+/* Pages that are free for sure once every call has run. Waits for nothing. */
+TKV_API tkv_status tkv_kv_free_pages(tkv_kv_store* store, int64_t* pages, tkv_error* error);
 /* Pages, shared ones included, and what a sequence takes beside them. */
 TKV_API tkv_status tkv_kv_bytes_held(tkv_kv_store* store, tkv_sequence_id sequence, int64_t* bytes,
                                      tkv_error* error);

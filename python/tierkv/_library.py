@@ -246,6 +246,7 @@ CORE: Dict[str, List[Any]] = {
     "tkv_kv_truncate": [c_void_p, c_uint64, c_int32],
     "tkv_kv_release": [c_void_p, c_uint64],
     "tkv_kv_num_tokens": [c_void_p, c_uint64, POINTER(c_int32)],
+    "tkv_kv_free_pages": [c_void_p, POINTER(c_int64)],
     "tkv_kv_bytes_held": [c_void_p, c_uint64, POINTER(c_int64)],
     "tkv_kv_get_usage": [c_void_p, POINTER(KvUsage)],
     "tkv_kv_export_sequence": [c_void_p, c_uint64, POINTER(Buffer)],

@@ -230,6 +230,12 @@ class KvStore(lib.Owner):
         self._call("tkv_kv_num_tokens", _id(sequence), tokens)
         return tokens.value
 
+    def free_pages(self) -> int:
+        """Pages that are free for sure once every call has run: for the admission of requests. Waits for nothing."""
+        pages = ctypes.c_int64()
+        self._call("tkv_kv_free_pages", pages)
+        return pages.value
+
     def bytes_held(self, sequence: int) -> int:
         """Pages, shared ones included, and what the sequence takes beside them."""
         held = ctypes.c_int64()

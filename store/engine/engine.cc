@@ -140,6 +140,10 @@ Result<int64_t> KvStore::bytes_held(SequenceId sequence) {
   return engine_->place->bytes_held(*slot);
 }
 
+int64_t KvStore::free_pages() {
+  return engine_->place->free_pages();
+}
+
 Result<StoreUsage> KvStore::usage() {
   StoreUsage usage;
   const store::LayerMoves layers = engine_->sequences.all_layers();

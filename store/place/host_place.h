@@ -44,6 +44,10 @@ class HostPlace final : public Place {
   Status take_status() override { return Status::ok(); }
   Status add_usage(const LayerMoves& layers, StoreUsage* usage) const override;
   Result<int64_t> bytes_held(int32_t slot) const override;
+  int64_t free_pages() override {
+    const RingCursors& ring = *pages_.allocator.ring.cursors;
+    return ring.end - ring.start;
+  }
   Shortage shortage() const override { return shortage_; }
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;

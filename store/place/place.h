@@ -151,6 +151,7 @@ class Place {
   virtual Status add_usage(const LayerMoves& layers, StoreUsage* usage) const = 0;
   // Of a sequence: its pages and its slot.
   virtual Result<int64_t> bytes_held(int32_t slot) const = 0;
+  virtual int64_t free_pages() = 0;
   virtual Shortage shortage() const = 0;
 
   virtual std::vector<uint8_t> identity() const = 0;

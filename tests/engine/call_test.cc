@@ -113,6 +113,7 @@ TEST(OneStore, RunsThroughItsPublicClass) {
   ASSERT_TRUE(copy);
   EXPECT_GT((*store)->usage()->pages_shared, 0);
   EXPECT_EQ(*(*store)->bytes_held(id), *(*store)->bytes_held(*copy));
+  EXPECT_EQ((*store)->free_pages(), (*store)->usage()->pages_free);
   ASSERT_TRUE((*store)->truncate(*copy, 10));
   const Result<std::vector<uint8_t>> bytes = (*store)->export_sequence(id);
   ASSERT_TRUE((*store)->release(id));

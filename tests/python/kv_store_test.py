@@ -150,7 +150,7 @@ class Sequences(KvStoreTest):
             store.release(id)
             with self.assertRaises(tierkv.StaleSequenceError):
                 store.num_tokens(id)
-            self.assertEqual(store.usage().pages, store.usage().pages_free)
+            self.assertEqual((store.usage().pages_free, store.free_pages()), (store.usage().pages,) * 2)
 
     def test_a_profiles_rotation_belongs_to_the_sequence(self):
         rows = (LAYERS, KV_HEADS)

@@ -50,6 +50,7 @@ class DevicePlace final : public Place {
   Status take_status() override;
   Status add_usage(const LayerMoves& layers, StoreUsage* usage) const override;
   Result<int64_t> bytes_held(int32_t slot) const override;
+  int64_t free_pages() override { return std::max<int64_t>(free_.at_least(), 0); }
   Shortage shortage() const override { return shortage_; }
   std::vector<uint8_t> identity() const override { return host_format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
@@ -128,8 +129,7 @@ class DevicePlace final : public Place {
   // after a capture, which the caller may have given up.
   Result<bool> has_pages(int64_t at_most);
   Status refuse_pages(int64_t needed) {
-    return out_of_pages(needed, std::max<int64_t>(free_.at_least(), 0), layout_.page_bytes,
-                        &shortage_);
+    return out_of_pages(needed, free_pages(), layout_.page_bytes, &shortage_);
   }
   DeviceRowCounts row_counts() const { return {kept_, target_}; }
   // Waits for what the row counts ask for: kOutOfPages, kOutOfRange.

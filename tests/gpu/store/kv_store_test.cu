@@ -217,6 +217,7 @@ TEST_P(KvStoreTwins, SmallUsage) {
   EXPECT_EQ(a.nominal_bytes, b.nominal_bytes);
   EXPECT_EQ(a.pages_shared, b.pages_shared);
   EXPECT_EQ(a.pages - a.pages_free, b.pages - b.pages_free);
+  EXPECT_EQ(twins.device().free_pages(), twins.device().usage()->pages_free);
   EXPECT_EQ(*twins.host().bytes_held(twins.live()[1].host),
             *twins.device().bytes_held(twins.live()[1].device));
 }
