@@ -336,7 +336,7 @@ tkv_status tkv_kv_free_pages(tkv_kv_store* store, int64_t* pages, tkv_error* err
   return capi::on_store(store, error, [&](KvStore& s) {
     if (pages == nullptr) return capi::invalid("pages is null");
     *pages = s.free_pages();
-    return Status::ok();
+    return tierkv::Status::ok();
   });
 }
 
