@@ -72,7 +72,6 @@ struct DeviceCommit {
   const OpState* state = nullptr;
   DeviceFault* fault = nullptr;   // of a refused operation
   int64_t* least_free = nullptr;  // that was ever free
-  int32_t* replayed = nullptr;    // becomes 0: CountCall::replayed of a captured step; or null
   // Mapped host memory: the free pages, in the low 32 bits the number of the next page operation.
   // Null: none of this.
   uint64_t* published = nullptr;

@@ -22,11 +22,13 @@ class BatchBook {
   // Before a call: the id of the capture under way, 0 where calls run at once.
   void enter(uint64_t capture) {
     index_ = capture == 0 ? 0 : 1;
-    if (capture != 0 && capture != capture_) contents_[1] = {};
+    if (capture != 0 && capture != capture_) ++captures_, contents_[1] = {};
     if (capture != 0) capture_ = capture;
   }
   int32_t index() const { return index_; }
   bool is_captured() const { return index_ == 1; }
+  // How many there have been.
+  int32_t captures() const { return captures_; }
   // In both memories, where the device may have changed what they are derived from.
   void forget() { contents_[0] = contents_[1] = {}; }
 
@@ -84,6 +86,7 @@ class BatchBook {
   int32_t num_layers_;
   int32_t index_ = 0;
   uint64_t capture_ = 0;  // the last one
+  int32_t captures_ = 0;
   Content contents_[kBatchMemories];
 };
 

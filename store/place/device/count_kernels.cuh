@@ -23,11 +23,11 @@ inline __global__ void __launch_bounds__(kCountThreads)
   const int32_t i = grid_thread(), threads = c.threads_of_sequence();
   if (i >= c.count * threads) return;
   const int32_t within = i / threads, l = i - within * threads, sequence = c.first + within;
-  const int32_t named = c.replayed == nullptr ? 0 : c.replayed[0], layer = c.first_layer + l;
-  const int32_t slot = named == c.total ? c.replayed[1 + sequence] : ids.slots[within];
-  if (named != 0 && named != c.total) {
-    report_fault(c.fault, {StatusCode::kInvalidArgument, slot, -1, -1});
-  }
+  const int32_t layer = c.first_layer + l;
+  const bool is_named = c.replayed != nullptr && c.replayed[0] >= c.capture;
+  const bool is_other = is_named && c.replayed[1] == c.total;
+  const int32_t slot = is_other ? c.replayed[2 + sequence] : ids.slots[within];
+  if (is_named && !is_other) report_fault(c.fault, {StatusCode::kInvalidArgument, slot, -1, -1});
   if (l < c.rows) {
     const SideCounts now = c.held[static_cast<int64_t>(slot) * c.rows + l];
     const int64_t row = static_cast<int64_t>(sequence) * c.rows + l;
@@ -66,14 +66,14 @@ inline __global__ void __launch_bounds__(kCountThreads)
   }
 }
 
-// For the next launch of a captured step; the last chunk of ids makes them valid.
+// A chunk of CountCall::replayed.
 inline __global__ void __launch_bounds__(kIdChunk)
     replayed_kernel(const __grid_constant__ IdChunk ids, int32_t first, int32_t total,
-                    int32_t* to) {
+                    int32_t captures, int32_t* to) {
   wait_for_previous_kernel();
   const int32_t sequence = first + static_cast<int32_t>(threadIdx.x);
-  if (sequence < total) to[1 + sequence] = ids.slots[threadIdx.x];
-  if (threadIdx.x == 0 && total - first <= kIdChunk) to[0] = total;
+  if (sequence < total) to[2 + sequence] = ids.slots[threadIdx.x];
+  if (threadIdx.x == 0) to[0] = captures, to[1] = total;
 }
 
 inline __global__ void __launch_bounds__(1) ids_kernel(int2 ids, int32_t count, int32_t* to) {

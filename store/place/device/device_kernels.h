@@ -56,9 +56,11 @@ struct CountCall {
   int32_t tokens = 0;
   int32_t total = 0;             // sequences of the batch
   int32_t first = 0, count = 0;  // of them those in the chunk of ids
-  // Of a captured step: how many sequences note_replay() has named for this launch, and their
-  // slots; none: the captured ones. Null: not a captured step.
+  // Of a captured step, else null: what note_replay() named last, {captures before it, number of
+  // sequences, their slots}. It counts for the launches of captures before it; a first launch is
+  // of the captured sequences.
   const int32_t* replayed = nullptr;
+  int32_t capture = 0;  // the number of this one, from 1
   DeviceFault* fault = nullptr;
   int32_t first_layer = 0, layers = 0;
   int32_t num_layers = 0, max_sequences = 0;

@@ -44,7 +44,10 @@ Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slot
   call.held = view_.pages.allocator.tokens;
   call.row_counts = row_counts();
   call.total = static_cast<int32_t>(slots.size());
-  if (book_.is_captured() && law == CountLaw::kBegin) call.replayed = replayed_;
+  if (book_.is_captured() && law == CountLaw::kBegin) {
+    call.replayed = replayed_;
+    call.capture = book_.captures();
+  }
   call.fault = fault_;
   for (; call.first < call.total; call.first += kIdChunk) {
     call.count = std::min(kIdChunk, call.total - call.first);
@@ -164,8 +167,9 @@ Status DevicePlace::note_replay(const LayerMoves& moves, int32_t tokens) {
   const Slots slots = slots_of(moves, config_.layout.num_layers);
   const auto total = static_cast<int32_t>(slots.size());
   for (int32_t first = 0; first < total; first += kIdChunk) {
-    Status s = launch_after_previous(replayed_kernel, 1, kIdChunk, 0, stream_,
-                                     ids_from(slots, first), first, total, replayed_);
+    Status s =
+        launch_after_previous(replayed_kernel, 1, kIdChunk, 0, stream_, ids_from(slots, first),
+                              first, total, book_.captures(), replayed_);
     if (!s) return s;
   }
   free_.enqueue(at_most);
@@ -187,8 +191,6 @@ Status DevicePlace::open(int32_t slot) {
 Status DevicePlace::release(int32_t slot) {
   if (Status s = enter("release", false); !s) return s;
   book_.forget();
-  // Of a launch that never came.
-  if (Status s = zero(replayed_, sizeof(int32_t)); !s) return s;
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::release({op_slots_, 1}, report_), 0); !s) return s;
   format_->released(slot);

@@ -83,11 +83,8 @@ class DevicePlace final : public Place {
   Status commit_op(bool is_reported);
   DeviceCommit commit_of(LayerTokens* counts) const {
     const PageAllocator& a = view_.pages.allocator;
-    int32_t* const replayed = book_.is_captured() ? replayed_ : nullptr;
-    return {counts,         config_.layout.num_layers,
-            a.ring.cursors, a.state,
-            fault_,         least_free_,
-            replayed,       published_};
+    return {counts,    config_.layout.num_layers, a.ring.cursors, a.state, fault_, least_free_,
+            published_};
   }
 
   template <class Call>
@@ -183,7 +180,7 @@ class DevicePlace final : public Place {
   PageNeeds* needs_ = nullptr;
   int64_t* least_free_ = nullptr;
   int32_t* op_slots_ = nullptr;  // [2]: of an operation on one sequence, and its source
-  int32_t* replayed_ = nullptr;  // [1 + max_sequences], CountCall::replayed
+  int32_t* replayed_ = nullptr;  // [2 + max_sequences], CountCall::replayed
   DeviceFault* fault_ = nullptr;
   // Of attention over raw tokens, and over all where the caller wants none: [max_sequences,
   // kMaxStepTokens, num_q_heads].

@@ -27,7 +27,6 @@ __device__ __forceinline__ void commit(const DeviceWorks& works) {
     c.counts[int64_t{at.slot} * c.num_layers + at.layer] = works.to[e];
   }
   if (thread != 0) return;
-  if (c.replayed != nullptr) *c.replayed = 0;
   if (!works.has_pages()) report_fault(c.fault, {works.report->status, -1, -1, -1});
   const int64_t free = c.cursors->end - c.cursors->start;
   if (free < *c.least_free) *c.least_free = free;

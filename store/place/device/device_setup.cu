@@ -120,7 +120,7 @@ Status DevicePlace::allocate() {
   take(rows * kMaxSides, &copies_);
   take(1, &report_, &needs_, &least_free_, &fault_);
   take(2, &op_slots_);
-  take(1 + sequences, &replayed_);
+  take(2 + sequences, &replayed_);
   take(sequences * kMaxStepTokens * config_.layout.num_q_heads, &raw_lse_, &whole_lse_);
   take(sequences * config_.layout.num_kv_heads * kKeptTiles * kTileTokens * kRawColumns,
        &kept_scores_);
