@@ -112,6 +112,21 @@ class Analyze(CliTest):
         self.assertIn("prunes", run("analyze", "--preset", "diffkv:alpha_l=0.02", SAMPLE).stderr)
         self.assertEqual(run("analyze", "--preset", "diffkv", SAMPLE).stderr, "")
 
+    def test_default_presets_that_the_dump_cannot_serve_are_left_out(self):
+        """The recipe of docs/reference/kv-dump.md: neither queries nor significance."""
+        dump = Dump(seed=self.seed, queries=0)
+        dump.data = {k: v for k, v in dump.data.items() if "significance" not in k}
+        bare, full = dump.write(self.dir / "bare.h5"), Dump(seed=self.seed, tokens=80, queries=80).write(self.dir / "full.h5")
+        r = run("analyze", bare, full, "--json")
+        self.assertEqual(r.returncode, 0, r.stderr)
+        self.assertEqual(r.stderr, f"tierkv: left out: {bare}: diffkv, diffkv:low=k4v4, step (--preset NAME says why)\n")
+        presets = {path: [x["preset"] for x in json.loads(r.stdout)["results"] if (x["file"], x["seq"]) == (str(path), "all")] for path in (bare, full)}
+        self.assertEqual([p for p in presets[full] if p not in presets[bare]], ["diffkv", "diffkv:low=k4v4", "step"])
+        self.assertIn("small", presets[bare])
+        # Where nothing is left, the message says why.
+        self.expect(run("analyze", bare, "--layers", "7"), 3, bare, "--layers", "the dump has 0-1")
+        self.expect(run("analyze", bare, "--preset", "fp16", "--preset", "diffkv"), 3, bare, "significance", "preset diffkv")
+
     def test_layers_and_sequence(self):
         whole = self.analyze(SAMPLE, "--preset", "k8v4")["results"][0]["values"]
         part = self.analyze(SAMPLE, "--preset", "k8v4", "--layers", "1-2")["results"][0]["values"]

@@ -37,6 +37,9 @@ class BadInput(CliTest):
         with h5py.File(other, "w") as f:
             f["x"] = np.arange(3)
         self.refused(other, "attribute 'format' is missing")
+        profile = self.dir / "profile.h5"
+        self.assertEqual(run("calibrate", Dump(seed=self.seed).write(self.dir / "good.h5"), "--no-thresholds", "-o", profile).returncode, 0)
+        self.expect(run("info", profile), 3, profile, "a profile; info reads dumps and containers")
 
     def test_truncated(self):
         good = Dump(seed=self.seed).write(self.dir / "good.h5").read_bytes()

@@ -10,6 +10,7 @@ class Usage(CliTest):
             self.assertEqual(r.returncode, 0, args)
             self.assertIn("Usage", r.stdout)
         self.assertRegex(run("--version").stdout, r"^\d+\.\d+\.\d+\n$")
+        self.assertRegex(run("verify", "--help").stdout, r"0 all are sound; 1 [^;]+; 2 [^;]+;\s+3 ")
 
     def test_wrong_words(self):
         for args in ([], ["frobnicate"], ["analyze"], ["analyze", SAMPLE, "--json", "--csv"], ["analyze", SAMPLE, "--details"], ["sweep", SAMPLE, "--details", "--csv"],
@@ -20,7 +21,7 @@ class Usage(CliTest):
                      ["calibrate", SAMPLE, "-o", "/dev/null/x", "--balance", "0.1"]):
             r = run(*args)
             self.assertEqual(r.returncode, 2, args)
-            self.assertNotEqual(r.stderr, "")
+            self.assertRegex(r.stderr, r"^tierkv: .", args)
         for word in ("frobnicate", "--verson", "-x"):
             self.expect(run(word, "--help"), 2, f"'{word}'")
 

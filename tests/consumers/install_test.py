@@ -85,13 +85,17 @@ class Install(unittest.TestCase):
     def test_pkg_config(self):
         env = dict(os.environ, PKG_CONFIG_PATH=str(self.lib / "pkgconfig"))
         self.assertEqual(run("pkg-config", "--modversion", "tierkv-dumps", env=env), run("pkg-config", "--modversion", "tierkv", env=env))
-        build = self.dir / "pkg"
-        build.mkdir()
-        for source, compiler, package in (("page.c", ["cc", "-std=c99"], "tierkv"), ("compress.c", ["cc", "-std=c99"], "tierkv-dumps"),
-                                          ("open_cache.cc", ["c++", "-std=c++17"], "tierkv")):
-            flags = run("pkg-config", "--cflags", "--libs", package, env=env).split()
-            run(*compiler, *FLAGS, CONSUMER / source, "-o", build / source.split(".")[0], *flags, "-lm")
-        self.check_programs(build, dict(os.environ, LD_LIBRARY_PATH=str(self.lib)))
+        for static in ([], ["--static"]):
+            build = self.dir / "-".join(["pkg", *static])
+            build.mkdir()
+            for source, compiler, package in (("page.c", ["cc", "-std=c99"], "tierkv"), ("compress.c", ["cc", "-std=c99"], "tierkv-dumps"),
+                                              ("open_cache.cc", ["c++", "-std=c++17"], "tierkv")):
+                flags = run("pkg-config", "--cflags", "--libs", *static, package, env=env).split()
+                if static:
+                    flags = [re.sub(r"^-l(tierkv\w*)$", r"-l:lib\1.a", flag) for flag in flags]
+                run(*compiler, *FLAGS, CONSUMER / source, "-o", build / source.split(".")[0], *flags, "-lm")
+            self.assertEqual("libtierkv" in run("readelf", "-d", build / "compress"), not static)
+            self.check_programs(build, dict(os.environ, LD_LIBRARY_PATH=str(self.lib)))
 
     def test_examples_need_the_installed_tree_alone(self):
         env = dict(os.environ, PKG_CONFIG_PATH=str(self.lib / "pkgconfig"), LD_LIBRARY_PATH=str(self.lib))
@@ -111,6 +115,21 @@ class Install(unittest.TestCase):
                                     capture_output=True, text=True)
             self.assertNotEqual(result.returncode, 0)
             self.assertIn("0.2.0", result.stderr)
+
+    def test_a_component_that_is_missing_is_named(self):
+        project = self.dir / "component"
+        project.mkdir()
+        (project / "CMakeLists.txt").write_text(
+            "cmake_minimum_required(VERSION 3.20)\nproject(p CXX)\nfind_package(tierkv 0.2 REQUIRED COMPONENTS dumps nonsense)\n")
+        result = subprocess.run([CMAKE, "-G", "Ninja", "-S", project, "-B", project / "b", f"-DCMAKE_PREFIX_PATH={self.prefix}"],
+                                capture_output=True, text=True)
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("this build of tierkv has no component nonsense", " ".join(result.stderr.split()))
+
+    def test_licences(self):
+        docs = self.prefix / "share" / "doc" / "tierkv"
+        for name in ("LICENSE", "NOTICE", *(f"licenses/{path.name}" for path in (ROOT / "licenses").iterdir())):
+            self.assertEqual((docs / name).read_bytes(), (ROOT / name).read_bytes())
 
     def test_every_header_stands_alone(self):
         include = self.prefix / "include"

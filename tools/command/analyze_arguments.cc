@@ -96,8 +96,8 @@ int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Pr
   if (pruning.empty()) return kExitOk;
   std::fprintf(stderr,
                "tierkv: warning: %s: prunes tokens. What nobody has attended to yet may be asked "
-               "for later: on a model of 24 million parameters alpha_l = 0.02 loses half of the retrieval answers while "
-               "perplexity and attention error hardly change.\n",
+               "for later: on a model of 24 million parameters alpha_l = 0.02 loses half of the "
+               "retrieval answers while perplexity and attention error hardly change.\n",
                pruning.c_str());
   return kExitOk;
 }

@@ -13,14 +13,40 @@ struct Arguments : AnalyzeArguments {
   std::vector<std::string> presets;
 };
 
+// Keeps those of the default presets that the dump can serve and names the others on stderr. Where
+// nothing is left: why the first one is not served.
+Status leave_out_unserved(const datasets::DumpInfo& info, analysis::AnalyzeOptions* options) {
+  std::string names;
+  Status first = Status::ok();
+  std::erase_if(options->presets, [&](const analysis::Preset& preset) {
+    const Status s = analysis::suits(info, preset, *options);
+    if (s) return false;
+    if (first) first = s;
+    names += (names.empty() ? "" : ", ") + preset.text;
+    return true;
+  });
+  if (options->presets.empty()) return first;
+  if (!first) {
+    std::fprintf(stderr, "tierkv: left out: %s: %s (--preset NAME says why)\n", info.path.c_str(),
+                 names.c_str());
+  }
+  return Status::ok();
+}
+
 int run(const Arguments& args) {
   AnalyzeInputs inputs;
   analysis::AnalyzeOptions& options = inputs.options;
   if (const int code = read_presets(args.presets, &options.presets); code != kExitOk) return code;
   if (const int code = read_inputs(args, &inputs); code != kExitOk) return code;
   if (args.presets.empty()) options.presets = analysis::default_comparison(options.profile);
+  const std::vector<analysis::Preset> presets = options.presets;
   analysis::SweepResult all;
   for (datasets::DumpReader& reader : inputs.readers) {
+    options.presets = presets;
+    if (args.presets.empty()) {
+      if (const Status s = leave_out_unserved(reader.info(), &options); !s)
+        return report_error(s.message(), kExitBadInput);
+    }
     ProgressBar bar(reader.info().path);
     options.progress = [&](double fraction) { bar.update(fraction); };
     Result<std::vector<analysis::AnalyzeResult>> part = analysis::analyze(reader, options);
@@ -39,7 +65,7 @@ int run(const Arguments& args) {
   }
   if (args.csv) return print_result(analysis::to_csv(all.results));
   std::string text;
-  const bool weighted = std::any_of(options.presets.begin(), options.presets.end(),
+  const bool weighted = std::any_of(presets.begin(), presets.end(),
                                     [](const analysis::Preset& p) { return p.scheme.weighted(); });
   for (size_t i = 0; weighted && i < all.files.size(); ++i) {
     text +=
@@ -57,7 +83,8 @@ void add_analyze(CLI::App& app, int* exit_code) {
   CLI::Option* json = add_analyze_arguments(c, args.get(), "tierkv.analyze/1");
   c->add_option("--preset", args->presets,
                 "Scheme to try; repeat for more. Default: a comparison with equal windows "
-                "of what needs no profile, or what --profile serves")
+                "of what needs no profile, or what --profile serves; what a dump "
+                "cannot serve is left out and named on stderr")
       ->allow_extra_args(false);
   c->add_flag("--csv", args->csv, "Results as CSV")->excludes(json);
   c->footer(analysis::preset_help() + "\n" + analysis::metric_help());

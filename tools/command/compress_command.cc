@@ -184,9 +184,10 @@ int verify_file(const std::string& path, int32_t threads, ordered_json* files) {
   if (!status) j["error"] = status.message();
   files->push_back(j);
   if (status) return kExitOk;
-  const bool no_container =
-      status.code() == StatusCode::kInvalidArgument || status.code() == StatusCode::kIo;
-  return report_error(status.message(), no_container ? kExitBadInput : kExitVerification);
+  const StatusCode code = status.code();
+  const bool is_foreign = code == StatusCode::kInvalidArgument || code == StatusCode::kIo ||
+                          code == StatusCode::kVersion || code == StatusCode::kUnsupported;
+  return report_error(status.message(), is_foreign ? kExitBadInput : kExitVerification);
 }
 
 int run_verify(const Arguments& args) {
