@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import os
 import pathlib
+import shutil
 import sys
 from typing import Any, Optional
 
@@ -164,21 +165,18 @@ def bfloat16_type() -> h5py.h5t.TypeID:
 class DumpFile:
     """A kv-dump v1 that is written layer by layer, under a temporary name until close()."""
 
-    def __init__(self, path: pathlib.Path, queries: int, gzip: int) -> None:
+    def __init__(self, path: pathlib.Path, queries: int, gzip: int, overwrite: bool = True) -> None:
         self.path = path
-        self.part = self.part_of(path)
+        self.part = path.with_name(f"{path.name}.{os.getpid()}.part")
         self.queries = queries
         self.gzip = gzip
-        self.file = h5py.File(self.part, "w")
+        self.overwrite = overwrite
+        self.file = h5py.File(self.part, "x")
         self.shape: Optional[Shape] = None
         self.num_layers = 0
         self.sequence: Any = None
         self.layer = 0
         self.on_layer = lambda layer: None
-
-    @staticmethod
-    def part_of(path: pathlib.Path) -> pathlib.Path:
-        return path.with_name(path.name + ".part")
 
     def begin_sequence(self, prompt: Prompt) -> None:
         self.sequence = self.file.create_group(f"seq/{prompt.id}")
@@ -244,7 +242,18 @@ class DumpFile:
                 self.file.attrs["rope_dims"] = rope.dims
                 self.file["rope_inv_freq"] = rope.inv_freq
         self.file.close()
+        if self.path.exists() and self.overwrite:
+            shutil.copymode(self.path, self.part)
+        elif not self.overwrite:
+            self.claim()
         os.replace(self.part, self.path)
+
+    def claim(self) -> None:
+        """Creates the output, empty, where nothing is at its path."""
+        try:
+            self.path.touch(exist_ok=False)
+        except FileExistsError as e:
+            raise CaptureError(f"{self.path}: exists already; --force replaces it") from e
 
     def discard(self) -> None:
         self.file.close()
@@ -381,6 +390,8 @@ def read_prompts(paths: "list[pathlib.Path]", tokenizer: str, limit: Optional[in
             encode = encode or load_tokenizer(tokenizer)
             found = [(path.stem, "text", encode(text)["input_ids"])]
         for name, kind, tokens in found:
+            if not 1 <= len(os.fsencode(name)) <= 100 or name == "." or any(c == "/" or c < " " or c == "\x7f" for c in name):
+                raise CaptureError(f"{path}: {name[:100]!r} cannot name a sequence: 1 to 100 bytes, not '.', no '/' or control characters")
             prompts.append(Prompt(name, kind, np.asarray(tokens, np.int32)[:limit]))
     names = [p.id for p in prompts]
     if len(set(names)) != len(names):
@@ -430,9 +441,9 @@ def refuse_bad(arguments: argparse.Namespace) -> None:
         raise CaptureError("--max-tokens: must be positive")
     if arguments.queries < -1:
         raise CaptureError("--queries: must not be below -1")
-    written = (arguments.out.resolve(), DumpFile.part_of(arguments.out).resolve())
+    out = arguments.out
     for path in arguments.prompt:
-        if path.resolve() in written or any(w.exists() and path.exists() and w.samefile(path) for w in written):
+        if path.resolve() == out.resolve() or (out.exists() and path.exists() and out.samefile(path)):
             raise CaptureError(f"--out {arguments.out}: would replace the prompt {path}")
 
 
@@ -445,7 +456,7 @@ def main() -> int:
         prompts = read_prompts(arguments.prompt, arguments.tokenizer or arguments.model, arguments.max_tokens)
         model = load_model(arguments.model, arguments.dtype, arguments.device)
         line = ProgressLine(prompts, model.config.get_text_config().num_hidden_layers)
-        dump = DumpFile(arguments.out, arguments.queries, arguments.gzip)
+        dump = DumpFile(arguments.out, arguments.queries, arguments.gzip, arguments.force)
         unknown = capture(model, prompts, dump, arguments.model_id or pathlib.Path(arguments.model).resolve().name, line)
         line.finish()
         if unknown is not None:

@@ -23,12 +23,13 @@
 
 namespace tierkv::datasets {
 
+inline constexpr int64_t kMaxSequenceTokens = int64_t{1} << 27;
+
 struct LayerInfo {
-  DType dtype = DType::kFloat16;  // of k and v
+  DType dtype = DType::kFloat16;  // of k, v and q
   bool has_q = false;
   bool has_significance = false;
   bool has_pruned = false;  // see DumpWriter::write_pruned()
-  DType q_dtype = DType::kFloat16;
   int64_t num_queries = 0;
 };
 
@@ -127,7 +128,7 @@ class DumpWriter {
   Status write_pruned(int32_t kv_head, const uint8_t* flags);
   // A free text attribute on the current sequence.
   Status annotate(const std::string& name, const std::string& value);
-  // Without `overwrite` it is kIo where a file stands at the path by now.
+  // Without `overwrite`: kIo where a file is at the path when finish() is called.
   Status finish(bool overwrite = true);
 
  private:
@@ -136,7 +137,7 @@ class DumpWriter {
   std::unique_ptr<Impl> impl_;
 };
 
-// What is wrong with a file of another kind, behind its path.
+// The message about a file that is not HDF5, after its path.
 inline constexpr char kNotHdf5[] = "is not an HDF5 file";
 
 // For a command, before it calls anything else here: HDF5 closes nothing when the process ends.

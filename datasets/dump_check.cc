@@ -9,8 +9,6 @@
 namespace tierkv::datasets {
 namespace {
 
-constexpr int64_t kMaxSequenceTokens = int64_t{1} << 27;
-
 Status corrupt(std::string message) {
   return Status(StatusCode::kCorrupt, std::move(message));
 }
@@ -233,9 +231,7 @@ class Checker {
       return corrupt(base + "/q: has " + std::to_string(out->num_queries) +
                      " positions (expected 1 to " + std::to_string(tokens) + ")");
     }
-    const Result<DType> dtype = check_floats(base + "/q", q->shape);
-    if (!dtype) return dtype.status();
-    out->q_dtype = *dtype;
+    if (Status s = check_cache(base + "/q", q->shape); !s) return s;
     return check_integers(base + "/q_positions", &out->num_queries);
   }
 

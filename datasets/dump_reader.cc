@@ -160,7 +160,7 @@ Status DumpReader::read_queries(int32_t seq, int32_t layer, int32_t first_head, 
   s = read_slab(*impl_->slabs, path, slab, &bytes);
   if (!s) return s.with_context(info.path);
   q->resize(slab.elements());
-  elements_to_float(l.q_dtype, bytes.data(), slab.elements(), q->data());
+  elements_to_float(l.dtype, bytes.data(), slab.elements(), q->data());
   return check_finite(path, slab, *q).with_context(info.path);
 }
 

@@ -12,7 +12,6 @@ namespace tierkv::datasets {
 namespace {
 
 constexpr char kFrequencies[] = "/rope_inv_freq";
-constexpr const char* kPairingNames[] = {"none", "halves", "neighbours"};
 
 Status corrupt(std::string message) {
   return Status(StatusCode::kCorrupt, std::move(message));

@@ -13,6 +13,9 @@
 
 namespace tierkv::datasets {
 
+// By RopePairing, in files.
+inline constexpr const char* kPairingNames[] = {"none", "halves", "neighbours"};
+
 // What a dump says without those three: no rotation where RoPE is not applied, plain RoPE over the
 // whole head where rope_theta is known; empty: unknown.
 std::vector<Rope> implied_rope(const CacheLayout& layout);

@@ -170,6 +170,8 @@ Result<DumpWriter> DumpWriter::create(const std::string& path, const DumpInfo& i
                                       const DumpWriteOptions& options) {
   if (Status s = info.layout.validate(); !s) return s.with_context(path);
   if (Status s = check_rope(info.rope, info.layout); !s) return s.with_context(path);
+  if (Status s = check_text("model_id", info.model_id); !s) return s.with_context(path);
+  if (Status s = check_text("created_by", info.created_by); !s) return s.with_context(path);
   if (options.gzip_level < 0 || options.gzip_level > 9) {
     return Status(StatusCode::kInvalidArgument, path + ": gzip_level must be 0 to 9");
   }
@@ -205,6 +207,7 @@ Status DumpWriter::begin_sequence(const std::string& id, const std::string& kind
     return w.misuse("an id is 1 to 100 bytes, not '.', without '/' and control characters");
   }
   if (tokens.empty()) return w.misuse("has no tokens");
+  if (Status s = check_text("kind", kind); !s) return w.misuse(s.message());
   w.close_groups();
   w.in_sequence = false;
   for (auto* missing : {&w.k, &w.v, &w.q, &w.significance}) missing->clear();
@@ -226,10 +229,12 @@ Status DumpWriter::begin_layer(const std::vector<int32_t>& q_positions, bool sig
   if (!w.in_sequence) return w.misuse("no sequence was begun");
   if (Status s = w.check_layer_written(); !s) return s;
   if (w.next_layer == l.num_layers) return w.misuse("already has all its layers");
+  const std::string name = std::to_string(w.next_layer);
+  w.where = w.where.substr(0, w.where.find("/layer/")) + "/layer/" + name;
   if (!is_increasing_below(q_positions, w.tokens)) {
     return w.misuse("q positions must increase and lie within the sequence");
   }
-  const std::string name = std::to_string(w.next_layer++);
+  ++w.next_layer;
   w.layer = create_group(w.layers.id(), name.c_str());
   const Handle type = hdf5_type(l.dtype);
   const auto create = [&](const char* dataset, int64_t heads, int64_t positions) {
@@ -251,7 +256,6 @@ Status DumpWriter::begin_layer(const std::vector<int32_t>& q_positions, bool sig
     ok = ok && write_integers(w.layer.id(), "q_positions", q_positions) &&
          create("q", l.num_q_heads, w.queries);
   }
-  w.where = w.where.substr(0, w.where.find("/layer/")) + "/layer/" + name;
   if (!ok) return w.fail(w.where);
   w.k.assign(l.num_kv_heads, true);
   w.v.assign(l.num_kv_heads, true);
@@ -367,6 +371,7 @@ Status DumpWriter::write_pruned(int32_t kv_head, const uint8_t* flags) {
 Status DumpWriter::annotate(const std::string& name, const std::string& value) {
   const Hdf5Lock lock;
   if (!impl_->in_sequence) return impl_->misuse("no sequence was begun");
+  if (Status s = check_text(name.c_str(), value); !s) return impl_->misuse(s.message());
   return write_string_attribute(impl_->sequence.id(), name.c_str(), value)
              ? Status::ok()
              : impl_->fail(impl_->where + ": attribute " + name);

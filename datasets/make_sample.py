@@ -42,7 +42,9 @@ def cut_profile(source, layers, output):
         out.attrs["num_layers"] = np.int32(len(layers))
         for name, data in f.items():
             values = data[()]
-            out.create_dataset(name, data=values if name == "rope_inv_freq" else values[rows])
+            # Frequencies are of all layers together, or by layer.
+            kept = rows if name != "rope_inv_freq" else layers if values.ndim == 2 else slice(None)
+            out.create_dataset(name, data=values[kept])
 
 
 def main():

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "codec/file/output_file.h"
+#include "datasets/dump_rope.h"
 #include "datasets/hdf5/hdf5_dataset.h"
 #include "datasets/slab.h"
 #include "tierkv/layout.h"
@@ -16,7 +17,6 @@ namespace tierkv::datasets {
 namespace {
 
 constexpr int32_t kVersion = 2;
-constexpr const char* kPairings[] = {"none", "halves", "neighbours"};  // by RopePairing
 constexpr const char* kInvFreq = "rope_inv_freq";
 
 struct ScalarField {
@@ -78,6 +78,8 @@ Status check_rope(const Profile& p) {
     if (r.pairing != common->pairing || r.rotary_dims != common->rotary_dims)
       return Status(StatusCode::kUnsupported,
                     "rope: layers differ in pairing or in the number of rotated dims");
+    if (r.rotary_dims == 0)
+      return Status(StatusCode::kInvalidArgument, "rope: a pairing without rotary dims");
   }
   return Status::ok();
 }
@@ -87,7 +89,7 @@ bool write_rope(hid_t root, const Profile& p, ArrayWriter* arrays) {
   const Rope* common = common_rope(p);
   const int32_t dims = common == nullptr ? 0 : common->rotary_dims;
   const auto pairing = common == nullptr ? RopePairing::kNone : common->pairing;
-  if (!write_string_attribute(root, "rope_pairing", kPairings[static_cast<int32_t>(pairing)]) ||
+  if (!write_string_attribute(root, "rope_pairing", kPairingNames[static_cast<int32_t>(pairing)]) ||
       !write_int_attribute(root, "rope_dims", dims)) {
     return false;
   }
@@ -228,12 +230,12 @@ Status read_rope(hid_t file, hid_t root, Profile* p) {
   if (H5Aexists(root, "rope_pairing") <= 0) return Status::ok();
   const Result<std::string> pairing = read_string_attribute(root, "rope_pairing");
   if (!pairing) return pairing.status().with_context("/");
-  const auto* known = std::find(std::begin(kPairings), std::end(kPairings), *pairing);
-  if (known == std::end(kPairings))
+  const auto* known = std::find(std::begin(kPairingNames), std::end(kPairingNames), *pairing);
+  if (known == std::end(kPairingNames))
     return corrupt("/: attribute 'rope_pairing' is '" + printable(*pairing) +
                    "' (expected 'none', 'halves' or 'neighbours')");
   Rope rope;
-  rope.pairing = static_cast<RopePairing>(known - std::begin(kPairings));
+  rope.pairing = static_cast<RopePairing>(known - std::begin(kPairingNames));
   const Result<int64_t> dims = read_int_attribute(root, "rope_dims");
   if (!dims) return dims.status().with_context("/");
   const bool none = rope.pairing == RopePairing::kNone;
@@ -330,6 +332,7 @@ Status write_profile(const std::string& path, const Profile& profile,
                      const std::function<void()>& between, bool overwrite) {
   Status valid = profile.validate();
   if (valid) valid = check_rope(profile);
+  if (valid) valid = check_text("model_id", profile.model_id);
   if (!valid) return valid.with_context(path);
   const Hdf5Lock lock;
   const Result<std::string> target = output_target(path);

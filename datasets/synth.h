@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "datasets/dump.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
 
@@ -20,7 +21,7 @@ enum class SignificanceKind : int32_t {
   kSampled = 2,  // from 64 query positions spread over the sequence; the dump says so
 };
 
-inline constexpr int64_t kMaxSynthTokens = int64_t{1} << 27;
+inline constexpr int64_t kMaxSynthTokens = kMaxSequenceTokens;
 
 struct SynthSpec {
   CacheLayout layout;           // sm_scale 0: 1 / sqrt(head_dim)
@@ -38,7 +39,7 @@ struct SynthSpec {
 };
 
 // Writes to a temporary name that is renamed at the end; `progress` (may be empty) is called with
-// the fraction done. Without `overwrite` it is kIo where a file stands at the path by then.
+// the fraction done. Without `overwrite`: kIo where a file is at the path at the end.
 Status synthesize(const SynthSpec& spec, const std::string& path,
                   const std::function<void(double)>& progress, bool overwrite = true);
 

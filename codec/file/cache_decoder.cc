@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // CacheDecoder and verify(): a container back into rows.
 #include <algorithm>
+#include <set>
+#include <string_view>
 
 #include "codec/file/cache_decoder.h"
 #include "codec/file/container_chunks.h"
@@ -8,6 +10,7 @@
 #include "codec/format/byte_cursor.h"
 #include "codec/format/errors.h"
 #include "codec/host/parallel.h"
+#include "tierkv/half.h"
 
 namespace tierkv {
 namespace {
@@ -19,6 +22,12 @@ constexpr Part kParts[] = {Part::kSinks, Part::kHigh, Part::kLow, Part::kKeyGap,
 
 ChunkKey key_of(ChunkKind kind, int32_t seq, int32_t layer, int32_t head) {
   return {kind, seq, layer, head, 0, 0};
+}
+
+bool all_finite(const float* x, int64_t n) {
+  uint32_t wrong = 0;
+  for (int64_t i = 0; i < n; ++i) wrong |= static_cast<uint32_t>(!is_finite(x[i]));
+  return wrong == 0;
 }
 
 void mark_pruned(const RowPlan& plan, int64_t tokens, DecodedRow* out) {
@@ -51,6 +60,7 @@ Status CacheDecoder::load() {
       key_of(ChunkKind::kModel, kNotApplicable, kNotApplicable, kNotApplicable), parse_model);
   if (!model) return model.status();
   model_ = std::move(model.value());
+  if (Status s = check_rope(); !s) return s;
   for (int32_t s = 0; s < model_.num_sequences; ++s) {
     Result<ContainerSequence> sequence =
         read_chunk(key_of(ChunkKind::kSequence, s, kNotApplicable, kNotApplicable), parse_sequence);
@@ -62,7 +72,53 @@ Status CacheDecoder::load() {
     }
     sequences_.push_back(std::move(sequence.value()));
   }
-  return load_ropes();
+  if (Status s = check_ids(); !s) return s;
+  return check_rows();
+}
+
+// A dump holds no other rotation, so that decompress() could not write it.
+Status CacheDecoder::check_rope() const {
+  if (model_.rope.empty()) return Status::ok();
+  const Rope& first = model_.rope[0];  // layers share pairing and dims
+  const bool turns = first.pairing != RopePairing::kNone;
+  const char* what = turns != model_.layout.rope_applied ? "the pairing contradicts rope_applied"
+                     : turns && first.rotary_dims == 0   ? "a pairing without rotary dims"
+                                                         : nullptr;
+  if (what == nullptr) return Status::ok();
+  return corrupt(reader_.path() + ": model: rope: " + what);
+}
+
+// A dump holds no other ids either.
+Status CacheDecoder::check_ids() const {
+  constexpr size_t kMaxIdBytes = 100;
+  const auto is_control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };
+  std::set<std::string_view> seen;
+  for (size_t s = 0; s < sequences_.size(); ++s) {
+    const std::string& id = sequences_[s].id;
+    const ChunkKey key =
+        key_of(ChunkKind::kSequence, static_cast<int32_t>(s), kNotApplicable, kNotApplicable);
+    if (id == "." || id.size() > kMaxIdBytes || std::any_of(id.begin(), id.end(), is_control)) {
+      return corrupt_chunk(key,
+                           "its id is '.', has more than 100 bytes or holds a control character");
+    }
+    if (!seen.insert(id).second) {
+      return corrupt_chunk(key, "another sequence has its id '" + id + "'");
+    }
+  }
+  return Status::ok();
+}
+
+// Callers keep state for every row before they decode one: its size must not outgrow the file.
+Status CacheDecoder::check_rows() const {
+  const std::vector<ChunkEntry>& chunks = reader_.chunks();
+  const int64_t found = std::count_if(chunks.begin(), chunks.end(), [](const ChunkEntry& c) {
+    return c.key.kind == ChunkKind::kRow;
+  });
+  const CacheLayout& l = model_.layout;
+  const int64_t needed = int64_t{model_.num_sequences} * l.num_layers * l.num_kv_heads;
+  if (found >= needed) return Status::ok();
+  return corrupt(reader_.path() + ": has " + std::to_string(found) +
+                 " row maps, its sequences, layers and heads need " + std::to_string(needed));
 }
 
 // The basis of the (sequence, layer, head, component) that `key` names.
@@ -106,6 +162,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
   }
   std::optional<Codebook> codebook;
   WeightedRow row;
+  std::shared_ptr<const RopeTable> rope;  // of the row
   BookFamily family;
   if (segment->format.is_weighted()) {
     if (segment->format.weighted.first_position != tokens[0] ||
@@ -114,6 +171,12 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
     }
     Result<WeightedRow> stored = read_weighted_row(key);
     if (!stored) return stored.status();
+    if (key.component == static_cast<uint8_t>(Component::kKey)) {
+      Result<std::shared_ptr<const RopeTable>> table = rope_table(key.layer);
+      if (!table) return table.status();
+      rope = std::move(*table);
+      stored->rope = rope.get();
+    }
     Result<BookFamily> books = read_family(key);
     if (!books) return books.status();
     row = std::move(*stored);
@@ -134,6 +197,9 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
     const auto n = std::min<int64_t>(kBlockTokens, count - t);
     if (StatusCode s = decoder.read(n, x.data()); s != StatusCode::kOk) {
       return refuse("its codes cannot be decoded from token " + std::to_string(t) + " on");
+    }
+    if (!all_finite(x.data(), n * d)) {
+      return refuse("a value is not finite from token " + std::to_string(t) + " on");
     }
     for (int64_t i = 0; i < n; ++i) std::copy_n(x.data() + i * d, d, out + tokens[t + i] * d);
   }
@@ -170,6 +236,13 @@ Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, 
     if (!s) return s;
     s = decode_page(format, bytes, tokens, sink);
     if (!s) return s.with_context(reader_.path() + ": " + to_string(key));
+    const int64_t d = model_.layout.head_dim;
+    for (int32_t t = 0; t < tokens.count; ++t) {
+      const int64_t at = tokens.positions[t] * d;
+      if (!all_finite(sink.k + at, d) || !all_finite(sink.v + at, d)) {
+        return corrupt_chunk(key, "a value is not finite");
+      }
+    }
   }
   return require_absent(key);
 }

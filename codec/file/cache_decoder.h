@@ -2,8 +2,10 @@
 // The rows of a `.tkv` container.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -19,6 +21,16 @@ struct DecodedRow {
   LargeVector<float> k, v;      // [tokens, head_dim]; pruned tokens are zeros
   std::vector<uint8_t> pruned;  // [tokens]
   bool any_pruned = false;
+};
+
+// The tables that were made last, for all sequences: layers of equal rotation share one.
+struct RopeTables {
+  struct Entry {
+    const Rope* rope = nullptr;
+    std::shared_ptr<const RopeTable> table;
+  };
+  std::mutex mutex;  // of the entries; held while a table is made
+  std::deque<Entry> entries;
 };
 
 // The rows of a container. Any number of threads may decode at once; messages name the file and the
@@ -42,7 +54,8 @@ class CacheDecoder {
   Result<std::vector<float>> significance(int32_t seq, int32_t layer, int32_t kv_head) const;
 
  private:
-  explicit CacheDecoder(ContainerReader reader) : reader_(std::move(reader)) {}
+  explicit CacheDecoder(ContainerReader reader)
+      : reader_(std::move(reader)), ropes_(std::make_unique<RopeTables>()) {}
   Status corrupt_chunk(const ChunkKey& key, const std::string& what) const {
     return Status(StatusCode::kCorrupt, reader_.path() + ": " + to_string(key) + ": " + what);
   }
@@ -62,7 +75,12 @@ class CacheDecoder {
   }
   Status load();
   Result<RowPlan> read_plan(int32_t seq, int32_t layer, int32_t kv_head) const;
-  Status load_ropes();
+  Status check_rope() const;
+  Status check_ids() const;
+  Status check_rows() const;
+  // Null where the keys of the layer are not rotated.
+  Result<std::shared_ptr<const RopeTable>> rope_table(int32_t layer) const;
+  // Its rope is null.
   Result<WeightedRow> read_weighted_row(ChunkKey key) const;
   Result<Codebook> read_codebook(ChunkKey key) const;
   Result<BookFamily> read_family(ChunkKey key) const;
@@ -74,9 +92,8 @@ class CacheDecoder {
 
   ContainerReader reader_;
   ContainerModel model_;
-  // By layer, for all sequences; empty without weighted rows, null where keys are not rotated.
-  std::vector<std::shared_ptr<const RopeTable>> rope_;
   std::vector<ContainerSequence> sequences_;
+  std::unique_ptr<RopeTables> ropes_;
 };
 
 // What a layer carries besides its rows.

@@ -131,8 +131,7 @@ Result<ContainerWriter> ContainerWriter::create(const std::string& path) {
   Result<std::string> target = output_target(path);
   if (!target) return target.status();
   const std::string temporary = temporary_name(*target);
-  const int descriptor = ::open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
-                                S_IRUSR | S_IWUSR | S_IRGRP | S_IROTH);
+  const int descriptor = ::open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (descriptor < 0) {
     return Status(StatusCode::kIo, path + ": cannot be created: " + system_error());
   }

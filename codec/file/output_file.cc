@@ -63,6 +63,10 @@ Status check_output(const std::string& path, bool overwrite,
 
 Status publish(const std::string& temporary, const std::string& target, bool overwrite) {
   const char *from = temporary.c_str(), *to = target.c_str();
+  struct stat old = {};
+  if (overwrite && stat(to, &old) == 0 && chmod(from, old.st_mode & 07777) != 0) {
+    return refused(target, std::strerror(errno));
+  }
   int result =
       overwrite ? std::rename(from, to) : renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE);
   if (result != 0 && errno == EINVAL && !overwrite) {

@@ -21,8 +21,8 @@ Result<std::string> output_target(const std::string& path);
 Status check_output(const std::string& path, bool overwrite,
                     const std::vector<std::string>& inputs);
 
-// Renames a file that is whole. Without `overwrite` it is kIo where something stands at `target` by
-// now.
+// Renames a file that is whole; a file that it replaces leaves it its permissions. Without
+// `overwrite`: kIo where something is at `target` already.
 Status publish(const std::string& temporary, const std::string& target, bool overwrite);
 
 // The name of a file until it is whole, unique to this process and call.

@@ -11,7 +11,6 @@
 #include <string_view>
 
 #include "datasets/dump.h"
-#include "datasets/hdf5/zstd_filter.h"
 
 namespace tierkv::datasets {
 namespace {
@@ -112,8 +111,6 @@ void forget_write_error() {
 Hdf5Lock::Hdf5Lock() : lock_(hdf5_mutex()) {
   H5Eget_auto2(H5E_DEFAULT, &printer_, &printer_data_);
   H5Eset_auto2(H5E_DEFAULT, note_error, nullptr);
-  static const bool registered = register_zstd_filter();
-  (void)registered;  // a dump that needs it fails with a message of its own
 }
 
 Hdf5Lock::~Hdf5Lock() {
@@ -288,6 +285,13 @@ Result<std::string> read_string_attribute(hid_t object, const char* name) {
   if (H5Aread(a.id(), type.id(), value.data()) < 0) return corrupt(unreadable);
   value.resize(std::min(value.find('\0'), value.size()));
   return value;
+}
+
+Status check_text(const char* name, const std::string& value) {
+  if (value.size() <= kMaxString) return Status::ok();
+  return Status(StatusCode::kInvalidArgument,
+                std::string(name) + " has " + std::to_string(value.size()) +
+                    " bytes (expected at most " + std::to_string(kMaxString) + ")");
 }
 
 static bool write_attribute(hid_t object, const char* name, hid_t type, const void* value) {

@@ -24,7 +24,7 @@ namespace tierkv::datasets {
 std::recursive_mutex& hdf5_mutex();
 
 // Locks the library and notes HDF5's errors for write_error() instead of printing them until the
-// lock ends; registers the zstd filter (id 32015) on first use.
+// lock ends.
 class Hdf5Lock {
  public:
   Hdf5Lock();
@@ -94,6 +94,8 @@ Result<Handle> open_image(const void* bytes, size_t size);
 Result<int64_t> read_int_attribute(hid_t object, const char* name);
 Result<double> read_double_attribute(hid_t object, const char* name);
 Result<std::string> read_string_attribute(hid_t object, const char* name);
+// kInvalidArgument naming the attribute where a text is longer than read_string_attribute() reads.
+Status check_text(const char* name, const std::string& value);
 bool write_int_attribute(hid_t object, const char* name, int64_t value);
 bool write_double_attribute(hid_t object, const char* name, double value);
 // Writes UTF-8 of fixed length: texts of variable length lie in HDF5's global heap, which has no

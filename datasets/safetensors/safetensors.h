@@ -80,7 +80,7 @@ class SafetensorsWriter {
   // The next `count` bytes of the tensor `name`, whose parts come in order; tensors in any order.
   Status append(const std::string& name, const void* bytes, uint64_t count);
   // kInvalidArgument where a tensor is incomplete; kIo without `overwrite` where a file stands at
-  // the path by now.
+  // the path when finish() is called.
   Status finish(bool overwrite = true);
 
  private:

@@ -90,7 +90,7 @@ class Exporter {
       add(name(s, i, DumpPart::kKeys), type, shape(l.num_kv_heads, seq(s).num_tokens));
       add(name(s, i, DumpPart::kValues), type, shape(l.num_kv_heads, seq(s).num_tokens));
       if (layer.has_q) {
-        add(name(s, i, DumpPart::kQueries), safetensors_name(layer.q_dtype),
+        add(name(s, i, DumpPart::kQueries), safetensors_name(layer.dtype),
             shape(l.num_q_heads, layer.num_queries));
         add(name(s, i, DumpPart::kQueryPositions), "I32", {layer.num_queries});
       }
@@ -132,8 +132,8 @@ class Exporter {
     std::vector<float> q;
     for (int32_t h = 0; h < layout().num_q_heads; ++h) {
       if (Status status = dump_.read_queries(s, layer, h, 1, &q); !status) return status;
-      rows[h].resize(q.size() * dtype_bytes(l.q_dtype));
-      float_to_elements(l.q_dtype, q.data(), static_cast<int64_t>(q.size()), rows[h].data());
+      rows[h].resize(q.size() * dtype_bytes(l.dtype));
+      float_to_elements(l.dtype, q.data(), static_cast<int64_t>(q.size()), rows[h].data());
     }
     std::vector<int32_t> positions;
     if (Status status = dump_.read_query_positions(s, layer, &positions); !status) return status;

@@ -12,8 +12,6 @@
 namespace tierkv::datasets {
 namespace {
 
-constexpr int64_t kMaxTokens = int64_t{1} << 27;  // as in a kv-dump
-
 Status tensor_error(const TensorInfo& t, const std::string& what) {
   return Status(StatusCode::kCorrupt, "tensor '" + printable(t.name) + "': " + what);
 }
@@ -68,6 +66,7 @@ class Planner {
 
   Result<ImportPlan> run() {
     if (Status s = names_.validate(); !s) return s;
+    if (Status s = check_version(); !s) return s;
     if (Status s = place_tensors(); !s) return s;
     if (Status s = read_layout(); !s) return s;
     for (ImportPlan::Sequence& seq : plan_.sequences) {
@@ -134,6 +133,13 @@ class Planner {
     if (format == header_.metadata.end() || format->second != "kv-dump") return nullptr;
     const auto it = header_.metadata.find(key);
     return it == header_.metadata.end() ? nullptr : &it->second;
+  }
+
+  Status check_version() const {
+    const std::string* version = metadata("format_version");
+    if (version == nullptr || *version == "1") return Status::ok();
+    return Status(StatusCode::kVersion, "metadata 'format_version' is '" + printable(*version) +
+                                            "' (this build reads 1)");
   }
 
   // From the caller, else the metadata, else `assumed`, which is then named.
@@ -242,7 +248,7 @@ class Planner {
     if (first == nullptr) return missing(*seq, 0, DumpPart::kKeys);
     Extents e;
     if (Status s = extents_of(*first, names_.axes, &e); !s) return s;
-    if (e.positions < 1 || e.positions > kMaxTokens) {
+    if (e.positions < 1 || e.positions > kMaxSequenceTokens) {
       return tensor_error(*first, "has " + std::to_string(e.positions) + " tokens");
     }
     seq->num_tokens = e.positions;
@@ -277,6 +283,10 @@ class Planner {
     }
     Extents e;
     if (Status s = extents_of(*q, names_.axes, &e); !s) return s;
+    if (e.positions < 1 || e.positions > seq.num_tokens) {
+      return tensor_error(*q, "has " + std::to_string(e.positions) + " positions (expected 1 to " +
+                                  std::to_string(seq.num_tokens) + ")");
+    }
     if (Status s = check_rows(*q, l.num_q_heads, e.positions); !s) return s;
     if (positions != nullptr) return check_vector(*positions, {e.positions}, "I32");
     if (e.positions == seq.num_tokens) return Status::ok();
@@ -330,6 +340,29 @@ class Importer {
     return Status::ok();
   }
 
+  Status read_positions(const TensorInfo& t, int64_t tokens, std::vector<int32_t>* out) const {
+    if (Status s = read(t, out); !s) return s;
+    for (size_t i = 0; i < out->size(); ++i) {
+      const int32_t p = (*out)[i];
+      if (p >= 0 && p < tokens && (i == 0 || p > (*out)[i - 1])) continue;
+      return tensor_error(t, "element " + std::to_string(i) + " is " + std::to_string(p) +
+                                 " (expected increasing positions below " + std::to_string(tokens) +
+                                 ")")
+          .with_context(file_.path());
+    }
+    return Status::ok();
+  }
+
+  Status read_significance(const TensorInfo& t, std::vector<float>* out) const {
+    if (Status s = read(t, out); !s) return s;
+    for (size_t i = 0; i < out->size(); ++i) {
+      if (is_finite((*out)[i]) && (*out)[i] >= 0) continue;
+      return tensor_error(t, "element " + std::to_string(i) + " is negative or not finite")
+          .with_context(file_.path());
+    }
+    return Status::ok();
+  }
+
   // Calls write(head, values [positions, head_dim]) for every head of a tensor of k, v or q.
   template <class Write>
   Status each_head(const TensorInfo& t, int32_t heads, const Write& write) {
@@ -364,7 +397,7 @@ class Importer {
     const TensorInfo* q = part(DumpPart::kQueries);
     std::vector<int32_t> positions;
     if (const TensorInfo* given = part(DumpPart::kQueryPositions)) {
-      if (Status s = read(*given, &positions); !s) return s;
+      if (Status s = read_positions(*given, seq.num_tokens, &positions); !s) return s;
     } else if (q != nullptr) {
       for (int64_t t = 0; t < seq.num_tokens; ++t) positions.push_back(static_cast<int32_t>(t));
     }
@@ -381,7 +414,7 @@ class Importer {
     }
     if (significance == nullptr) return Status::ok();
     std::vector<float> x;
-    if (Status s = read(*significance, &x); !s) return s;
+    if (Status s = read_significance(*significance, &x); !s) return s;
     for (int32_t h = 0; h < l.num_kv_heads; ++h) {
       if (Status s = writer_.write_significance(h, x.data() + h * seq.num_tokens); !s) return s;
     }

@@ -19,7 +19,8 @@ std::string replaced(std::string text, std::string_view what, const std::string&
   return at == std::string::npos ? text : text.replace(at, what.size(), by);
 }
 
-// Matches a name against a pattern from both beginnings on, trying every length of a sequence.
+// Matches a name against a pattern, left to right. A sequence's id may have any length: the matcher
+// tries them all, the shortest first.
 class Matcher {
  public:
   Matcher(const TensorNames& names, TensorNames::Place* place) : names_(names), place_(*place) {}

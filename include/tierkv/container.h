@@ -109,7 +109,7 @@ class TKV_API ContainerWriter {
   // Chunks lie in the file in the order in which they are added.
   Status add(const ChunkKey& key, const std::vector<uint8_t>& payload, bool optional = false);
   Status add(const ChunkBlock& block);
-  // Without `overwrite` it is kIo where a file stands at the path by now.
+  // Without `overwrite`: kIo where a file is at the path when finish() is called.
   Status finish(bool overwrite = true);
   int64_t file_bytes() const;  // so far; after finish() the size of the file
 

@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <cmath>
 #include <filesystem>
@@ -12,9 +13,11 @@
 
 #include "codec/file/container_chunks.h"
 #include "codec/file/container_format.h"
+#include "codec/host/parallel.h"
 #include "datasets/synth.h"
 #include "tools/analysis/scheme/layer_scheme.h"
 #include "tools/container/chunk_write.h"
+#include "tools/container/step_log.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -297,6 +300,164 @@ TEST_F(ContainerFileTest, ValuesTakeTheNarrowestTypeThatHoldsThem) {
     ASSERT_TRUE(back.is_ok());
     EXPECT_EQ(back.value(), (std::vector<float>{x, -1.0f}));
     EXPECT_FALSE(parse_values(bytes, 3).is_ok());
+  }
+}
+
+// `decompress` keeps state for every row: a small file must not ask for more than it holds.
+TEST_F(ContainerFileTest, FewerRowMapsThanRowsAreRefused) {
+  ContainerModel model;
+  model.layout = {4096, 4096, 4096, 64, DType::kFloat16, false, 0, 0.125};
+  model.num_sequences = 1;
+  ChunkBlock block;
+  block.add({ChunkKind::kModel}, serialize_model(model));
+  block.add({ChunkKind::kSequence, 0}, serialize_sequence({"a", "text", {1}}));
+  std::vector<ChunkBlock> blocks;
+  blocks.push_back(std::move(block));
+  const Status s = check(assemble_container(blocks));
+  EXPECT_EQ(s.code(), StatusCode::kCorrupt);
+  EXPECT_THAT(s.message(), HasSubstr("a.tkv: has 0 row maps, its sequences, layers and heads need "
+                                     "16777216"));
+}
+
+TEST(StepLogTest, NoStepAfterAFailureIsTaken) {
+  StepLog log(1);
+  std::vector<int64_t> taken;
+  for (const int64_t step : {int64_t{3}, int64_t{5}, int64_t{2}}) {
+    log.take(step, [&] {
+      taken.push_back(step);
+      return step == 3 ? Status(StatusCode::kCorrupt, "third") : Status::ok();
+    });
+  }
+  EXPECT_EQ(taken, (std::vector<int64_t>{3, 2}));
+  EXPECT_EQ(log.failure().message(), "third");
+}
+
+int64_t peak_bytes() {
+  rusage usage = {};
+  getrusage(RUSAGE_SELF, &usage);
+  return int64_t{usage.ru_maxrss} << 10;
+}
+
+// A table of this rotation takes 64 MiB a layer.
+TEST_F(ContainerFileTest, OpeningMakesNoRopeTables) {
+  constexpr int32_t kLayers = 6;
+  ContainerModel model;
+  model.layout = {kLayers, 1, 1, kMaxHeadDim, DType::kFloat16, true, 0, 0.125};
+  model.num_sequences = 1;
+  for (int32_t l = 0; l < kLayers; ++l) {
+    model.rope.push_back({RopePairing::kHalves, kMaxHeadDim,
+                          std::vector<float>(kMaxHeadDim / 2, 1e-6f * float(l + 1))});
+  }
+  ChunkBlock block;
+  block.add({ChunkKind::kModel}, serialize_model(model));
+  block.add({ChunkKind::kSequence, 0},
+            serialize_sequence({"a", "text", std::vector<int32_t>(1 << 18)}));
+  for (int32_t l = 0; l < kLayers; ++l) block.add({ChunkKind::kRow, 0, l, 0}, {0});
+  WeightedRow row;
+  row.head_dim = kMaxHeadDim;
+  row.key_step = row.value_step = 1;
+  block.add({ChunkKind::kWeightedRow, 0, 0, 0}, serialize_weighted_row(row));
+  std::vector<ChunkBlock> blocks;
+  blocks.push_back(std::move(block));
+  const std::vector<uint8_t> bytes = assemble_container(blocks);
+  const int64_t before = peak_bytes();
+  const Result<CacheDecoder> decoder =
+      CacheDecoder::open(std::move(ContainerReader::from_bytes(bytes, "a.tkv").value()));
+  EXPECT_TRUE(decoder.is_ok()) << decoder.status().message();
+  EXPECT_LT(peak_bytes() - before, int64_t{48} << 20);
+}
+
+// More rotations than tables are kept, decoded on several threads.
+TEST_F(ContainerFileTest, EveryLayerIsTurnedByItsOwnRotation) {
+  constexpr int32_t kLayers = 7, kTokens = 200, kDim = 16;
+  datasets::DumpInfo info;
+  info.layout = {kLayers, 1, 1, kDim, DType::kFloat32, true, 0, 0.25};
+  for (int32_t l = 0; l < kLayers; ++l) {
+    info.rope.push_back(
+        {RopePairing::kHalves, kDim, std::vector<float>(kDim / 2, 0.1f * float(l + 1))});
+  }
+  std::mt19937 rng(seed_);
+  std::normal_distribution<float> normal;
+  std::vector<std::vector<float>> keys(kLayers, std::vector<float>(kTokens * kDim));
+  {
+    auto writer = std::move(datasets::DumpWriter::create(path("in.h5"), info).value());
+    ASSERT_TRUE(writer.begin_sequence("a", "", std::vector<int32_t>(kTokens)));
+    for (std::vector<float>& k : keys) {
+      for (float& x : k) x = normal(rng);
+      ASSERT_TRUE(writer.begin_layer({}, false));
+      ASSERT_TRUE(writer.write_row(0, Component::kKey, k.data()));
+      ASSERT_TRUE(writer.write_row(0, Component::kValue, k.data()));
+    }
+    ASSERT_TRUE(writer.finish());
+  }
+  auto reader = std::move(datasets::DumpReader::open(path("in.h5")).value());
+  const std::vector<uint8_t> bytes =
+      compressed(reader, "small:k=0.05,v=0.05,importance=off,window=0,sinks=0");
+  const Result<CacheDecoder> decoder =
+      CacheDecoder::open(std::move(ContainerReader::from_bytes(bytes, "a.tkv").value()));
+  ASSERT_TRUE(decoder.is_ok()) << decoder.status().message();
+  const Status s = try_parallel_for(5 * kLayers, 4, [&](int64_t i) {
+    DecodedRow row;
+    const auto l = static_cast<int32_t>(i % kLayers);
+    if (Status status = decoder->decode_row(0, l, 0, &row); !status) return status;
+    float worst = 0;
+    for (size_t n = 0; n < row.k.size(); ++n) {
+      worst = std::max(worst, std::abs(row.k[n] - keys[l][n]));
+    }
+    // Half a step is 0.025 of the largest typical value; another rotation errs by more than 1.
+    return worst < 0.5f ? Status::ok()
+                        : Status(StatusCode::kCorrupt, "layer " + std::to_string(l) + " errs by " +
+                                                           std::to_string(worst));
+  });
+  EXPECT_TRUE(s.is_ok()) << s.message() << ", seed " << seed_;
+}
+
+// What no dump could hold is refused, naming the container: else decompress() would, blaming its
+// output.
+TEST_F(ContainerFileTest, WhatNoDumpHoldsIsRefused) {
+  datasets::DumpReader reader = dump({20, 20}, 64, DType::kFloat16);
+  compressed(reader, "fp16:window=4");
+  const Chunks sound(path("a.tkv"));
+  EXPECT_TRUE(sound.verify_as(path("b.tkv")).is_ok());
+  const auto refused = [&](const std::string& message, auto change) {
+    Chunks chunks = sound;
+    change(chunks);
+    const Status s = chunks.verify_as(path("b.tkv"));
+    EXPECT_EQ(s.code(), StatusCode::kCorrupt) << message;
+    EXPECT_THAT(s.message(), HasSubstr("b.tkv: " + message));
+  };
+  const auto rename = [](Chunks& c, int32_t seq, const std::string& id) {
+    auto& bytes = c.at(ChunkKind::kSequence, seq).second;
+    ContainerSequence sequence = parse_sequence(bytes).value();
+    sequence.id = id;
+    bytes = serialize_sequence(sequence);
+  };
+  const std::string first = parse_sequence(sound.list[1].second)->id;
+  refused("sequence of sequence 1: another sequence has its id '" + first + "'",
+          [&](Chunks& c) { rename(c, 1, first); });
+  for (const std::string& id : {std::string("."), std::string(101, 'x'), std::string("a\nb")}) {
+    refused("sequence of sequence 0: its id is '.', has more than 100",
+            [&](Chunks& c) { rename(c, 0, id); });
+  }
+  const auto turn = [](Chunks& c, RopePairing pairing, bool applied) {
+    auto& bytes = c.at(ChunkKind::kModel).second;
+    ContainerModel model = parse_model(bytes).value();
+    model.rope = {{pairing, 0, {}}};
+    model.layout.rope_applied = applied;
+    bytes = serialize_model(model);
+  };
+  refused("model: rope: a pairing without rotary dims",
+          [&](Chunks& c) { turn(c, RopePairing::kHalves, true); });
+  refused("model: rope: the pairing contradicts rope_applied",
+          [&](Chunks& c) { turn(c, RopePairing::kNone, true); });
+  for (const ChunkKind kind : {ChunkKind::kSegment, ChunkKind::kPage}) {
+    const std::string chunk = kind == ChunkKind::kPage ? "page of" : "segment of";
+    refused(chunk, [&](Chunks& c) {
+      auto& bytes = c.at(kind).second;
+      const size_t at = kind == ChunkKind::kPage ? 0 : bytes.size() - 2;
+      bytes[at] = 0;
+      bytes[at + 1] = 0x7e;  // NaN in fp16
+    });
   }
 }
 

@@ -258,6 +258,25 @@ class Models(unittest.TestCase):
             self.assertEqual(list(f["seq"]), ["p0"])
             self.assertEqual(bytes(f.attrs["model_id"]).decode(), "none")  # as tierkv.calibrate calls the model's profile
 
+    def test_no_other_file_is_touched(self):
+        """Neither one under the name of a part, nor one that appeared while the model ran."""
+        neighbour = self.path.with_name("dump.h5.part")
+        neighbour.write_bytes(b"precious")
+        model = make_model("llama")
+        self.capture(model, self.prompts(4))
+        self.path.chmod(0o600)
+        self.capture(model, self.prompts(4))
+        self.assertEqual(self.path.stat().st_mode & 0o777, 0o600)
+        dump = capture_hf.DumpFile(self.path, 1, 0, overwrite=False)
+        with self.assertRaisesRegex(capture_hf.CaptureError, "exists already"):
+            capture_hf.capture(model, self.prompts(4), dump, "test")
+        self.assertTrue(h5py.is_hdf5(self.path))
+        self.path.unlink()
+        capture_hf.capture(model, self.prompts(4), capture_hf.DumpFile(self.path, 1, 0, overwrite=False), "test")
+        self.assertTrue(h5py.is_hdf5(self.path))
+        self.assertEqual(neighbour.read_bytes(), b"precious")
+        self.assertEqual(len(list(self.path.parent.iterdir())), 2)
+
     def refused(self, message, *arguments):
         said = io.StringIO()
         with mock.patch.object(sys, "argv", ["capture_hf.py", *map(str, arguments)]), contextlib.redirect_stderr(said):
@@ -277,6 +296,10 @@ class Models(unittest.TestCase):
         common = ("--model", folder / "llama", "--out", self.path, "--device", "cpu")
         self.refused("other.h5: cannot be read as a kv-dump", *common, "--prompt", other)
         self.refused("bytes.txt: cannot be read as text", *common, "--prompt", text)
+        with h5py.File(folder / "long.h5", "w") as f:
+            f["seq/" + "x" * 101 + "/tokens"] = np.arange(4, dtype=np.int32)
+        self.refused("x' cannot name a sequence: 1 to 100 bytes", "--model", folder / "none", "--out", self.path, "--device", "cpu",
+                     "--prompt", folder / "long.h5")
         for count in (0, -5000):
             self.refused("--max-tokens: must be positive", *common, "--prompt", prompt, f"--max-tokens={count}")
         self.refused("--queries: must not be below -1", *common, "--prompt", prompt, "--queries=-2")
@@ -297,7 +320,7 @@ class Models(unittest.TestCase):
         weights = folder / "llama" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])
         self.refused("llama: transformers cannot load it", *common, "--prompt", prompt)
-        self.assertFalse(self.path.exists() or self.path.with_name("dump.h5.part").exists())
+        self.assertFalse(self.path.exists() or any(folder.glob("*.part")))
 
 
 if __name__ == "__main__":

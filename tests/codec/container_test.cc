@@ -5,6 +5,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstdio>
 #include <filesystem>
@@ -199,6 +200,26 @@ TEST_F(ContainerTest, NothingIsLeftBehindWithoutFinish) {
   EXPECT_TRUE(std::filesystem::is_empty(folder_));
   const Result<ContainerWriter> nowhere = ContainerWriter::create(folder_ / "no" / "a.tkv");
   EXPECT_EQ(nowhere.status().code(), StatusCode::kIo);
+}
+
+TEST_F(ContainerTest, AReplacedFileKeepsItsPermissions) {
+  using std::filesystem::perms;
+  for (const perms mode : {perms::owner_read | perms::owner_write, perms::all}) {
+    write(some_chunks());
+    std::filesystem::permissions(path_, mode);
+    write(some_chunks());
+    EXPECT_EQ(std::filesystem::status(path_).permissions(), mode);
+  }
+}
+
+// A new file has the permissions that the umask leaves it, as files of other programs have.
+TEST_F(ContainerTest, ANewFileHasThePermissionsOfTheUmask) {
+  const mode_t before = ::umask(0007);
+  std::ofstream(folder_ / "other") << "x";
+  write(some_chunks());
+  ::umask(before);
+  EXPECT_EQ(std::filesystem::status(path_).permissions(),
+            std::filesystem::status(folder_ / "other").permissions());
 }
 
 TEST_F(ContainerTest, OtherFilesAreNotContainers) {

@@ -7,9 +7,9 @@
 #include <zstd.h>
 
 #include "datasets/hdf5/hdf5_dataset.h"
-#include "datasets/hdf5/zstd_filter.h"
 #include "datasets/slab.h"
 #include "tests/datasets/dump_files.h"
+#include "tests/datasets/zstd_filter.h"
 
 namespace tierkv::datasets {
 namespace {
@@ -69,6 +69,7 @@ Handle create(hid_t file, const Storage& s, hid_t type, const std::vector<hsize_
               const std::vector<hsize_t>& chunk) {
   const Handle space(H5Screate_simple(static_cast<int>(dims.size()), dims.data(), nullptr));
   const Handle plist(H5Pcreate(H5P_DATASET_CREATE));
+  EXPECT_TRUE(register_zstd_filter());
   if (s.layout == Layout::kCompact) H5Pset_layout(plist.id(), H5D_COMPACT);
   if (s.layout == Layout::kChunked) {
     H5Pset_chunk(plist.id(), static_cast<int>(chunk.size()), chunk.data());

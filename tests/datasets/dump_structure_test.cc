@@ -122,6 +122,12 @@ const std::vector<Case>& structure_cases() {
          replace_f16(f, "/seq/a/layer/0/q", {2, 2, 8});
        },
        S::kCorrupt, "/seq/a/layer/0/q: has shape [2, 2, 8] (expected [4, any, 8])"},
+      {"QueriesOfAnotherType",
+       [](hid_t f) {
+         replace(f, "/seq/a/layer/0/q", H5T_IEEE_F32LE, {4, 2, 8});
+       },
+       S::kCorrupt,
+       "/seq/a/layer/0/q: is float32 (expected float16, as the attribute 'dtype' says)"},
       {"NoQueryPositions",
        [](hid_t f) {
          replace_f16(f, "/seq/a/layer/0/q", {4, 0, 8});

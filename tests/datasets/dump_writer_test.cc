@@ -83,7 +83,9 @@ TEST_F(WriterTest, WhatTheReaderWouldRefuseIsRefused) {
   ASSERT_TRUE(w->begin_sequence("a", "text", {1, 2, 3}));
   for (const std::vector<int32_t>& positions :
        std::vector<std::vector<int32_t>>{{3}, {-1}, {1, 1}, {2, 1}, {0, 1, 2, 3}}) {
-    EXPECT_EQ(w->begin_layer(positions, false).code(), StatusCode::kInvalidArgument);
+    const Status s = w->begin_layer(positions, false);
+    EXPECT_EQ(s.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(s.message().find("/seq/a/layer/0: q positions"), std::string::npos) << s.message();
   }
   ASSERT_TRUE(w->begin_layer({1}, true));
   EXPECT_EQ(w->write_row(2, Component::kKey, x_.data()).code(), StatusCode::kInvalidArgument);
@@ -96,6 +98,52 @@ TEST_F(WriterTest, WhatTheReaderWouldRefuseIsRefused) {
   EXPECT_EQ(w->write_row(0, Component::kKey, x.data()).code(), StatusCode::kOutOfRange);
   x[1] = -1;
   EXPECT_EQ(w->write_significance(0, x.data()).code(), StatusCode::kInvalidArgument);
+}
+
+// HDF5 could store longer texts, which no reader takes.
+TEST_F(WriterTest, LongTextsAreRefusedByName) {
+  const std::string longest(65536, 'x'), longer = longest + "x";
+  const auto expect_named = [](const Status& s, const std::string& name) {
+    EXPECT_EQ(s.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(s.message().find(name + " has 65537 bytes (expected at most 65536)"),
+              std::string::npos)
+        << s.message();
+  };
+  DumpInfo info = small_info();
+  info.model_id = longer;
+  expect_named(DumpWriter::create(path("d.h5"), info).status(), "model_id");
+  info = small_info();
+  info.created_by = longer;
+  expect_named(DumpWriter::create(path("d.h5"), info).status(), "created_by");
+  EXPECT_EQ(files_in_dir(), 0);
+  info.model_id = info.created_by = longest;
+  info.layout.num_layers = 1;
+  Result<DumpWriter> w = DumpWriter::create(path("d.h5"), info);
+  ASSERT_TRUE(w) << w.status().message();
+  expect_named(w->begin_sequence("a", longer, {1, 2, 3}), "/seq/a: kind");
+  ASSERT_TRUE(w->begin_sequence("a", longest, {1, 2, 3}));
+  expect_named(w->annotate("note", longer), "/seq/a: note");
+  ASSERT_TRUE(w->begin_layer({}, false));
+  for (int32_t h = 0; h < 2; ++h) {
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      ASSERT_TRUE(w->write_row(h, c, x_.data()));
+    }
+  }
+  ASSERT_TRUE(w->finish());
+  const Result<DumpReader> dump = DumpReader::open(path("d.h5"));
+  ASSERT_TRUE(dump) << dump.status().message();
+  EXPECT_EQ(dump->info().model_id, longest);
+  EXPECT_EQ(dump->info().sequences[0].kind, longest);
+}
+
+TEST_F(WriterTest, AReplacedFileKeepsItsPermissions) {
+  using std::filesystem::perms;
+  for (const perms mode : {perms::owner_read | perms::owner_write, perms::all}) {
+    std::ofstream(path("d.h5")) << "older";
+    std::filesystem::permissions(path("d.h5"), mode);
+    ASSERT_TRUE(write_small(path("d.h5"), 3));
+    EXPECT_EQ(std::filesystem::status(path("d.h5")).permissions(), mode);
+  }
 }
 
 TEST_F(WriterTest, PrunedTokensAreFlaggedPerRow) {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dumps go to and from h5py: the example of docs/reference/kv-dump.md makes a dump that the reader takes,
-and h5py sees in a dump of the writer what was written.
+and h5py sees in a dump of the writer what was written. make_sample.py cuts profiles of either form.
 
 usage: h5py_test.py TEST_DATASETS_BINARY PAGE
 """
@@ -8,6 +8,7 @@ usage: h5py_test.py TEST_DATASETS_BINARY PAGE
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,26 @@ def writer_is_readable(binary, folder):
             assert f["seq/a/tokens"].dtype == np.int32
 
 
+def a_cut_profile_has_the_frequencies_of_its_layers(root, folder):
+    sys.path.insert(0, str(root / "datasets"))
+    import make_sample
+    source, cut, layers = folder / "whole.h5", folder / "cut.h5", [0, 4, 29]
+    shutil.copy(root / "datasets" / "smollm2_profile.h5", source)
+    for by_layer in (False, True):
+        with h5py.File(source, "r+") as f:
+            shared = f["rope_inv_freq"][()]
+            if by_layer:
+                del f["rope_inv_freq"]
+                f["rope_inv_freq"] = np.arange(1, 31, dtype=np.float32)[:, None] * shared
+        make_sample.cut_profile(source, layers, cut)
+        with h5py.File(source) as f, h5py.File(cut) as out:
+            whole = f["rope_inv_freq"][()]
+            assert np.array_equal(out["rope_inv_freq"], whole[layers] if by_layer else whole)
+            assert out["key_mean"].shape == (3 * int(f.attrs["num_kv_heads"]), int(f.attrs["head_dim"]))
+
+
 binary, page = sys.argv[1], pathlib.Path(sys.argv[2])
 with tempfile.TemporaryDirectory() as name:
     example_is_readable(binary, page, pathlib.Path(name))
     writer_is_readable(binary, pathlib.Path(name))
+    a_cut_profile_has_the_frequencies_of_its_layers(page.resolve().parents[2], pathlib.Path(name))

@@ -189,6 +189,11 @@ TEST_F(ProfileTest, ProfilesThatAreNotValidAreNotWritten) {
       {[](Profile* p) { p->joint_sensitivity.pop_back(); }, "joint_sensitivity: has 5 numbers"},
       {[](Profile* p) { p->rope.pop_back(); }, "rope: has 2 layers, not 1 or 3"},
       {[](Profile* p) { p->rope[0].pairing = RopePairing::kHalves; }, "rope: layers differ"},
+      {[](Profile* p) {
+         p->rope = {{RopePairing::kHalves, 0, {}}};
+       },
+       "rope: a pairing without rotary dims"},
+      {[](Profile* p) { p->model_id.assign(65537, 'x'); }, "model_id has 65537 bytes"},
       {[](Profile* p) { p->alpha_low = 2; }, "alpha_high, alpha_low"},
   };
   for (const auto& c : cases) {

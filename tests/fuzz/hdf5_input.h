@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "datasets/hdf5/hdf5_dataset.h"
-#include "datasets/hdf5/zstd_filter.h"
+#include "tests/datasets/zstd_filter.h"
 #include "tests/fuzz/fuzz_input.h"
 
 namespace tierkv::datasets {
@@ -103,6 +103,7 @@ inline Handle draw_storage(Input& in, const std::vector<hsize_t>& dims) {
         H5Pset_fletcher32(plist.id());
         break;
       case 3:
+        register_zstd_filter();
         H5Pset_filter(plist.id(), kZstdFilterId, 0, 1, &level);
         break;
       default:

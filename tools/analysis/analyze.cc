@@ -64,7 +64,8 @@ Status suits(const datasets::DumpInfo& info, const Preset& preset, const Analyze
 }
 
 Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
-                                           const AnalyzeOptions& given) {
+                                           const AnalyzeOptions& given,
+                                           std::vector<Status>* failures) {
   const datasets::DumpInfo& info = reader.info();
   AnalyzeOptions options = given;
   for (Preset& p : options.presets) p.scheme = p.scheme.for_head_dim(info.layout.head_dim);
@@ -94,6 +95,8 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
     details.assign(options.presets.size(),
                    PresetDetail(info.layout.num_layers, info.layout.num_kv_heads));
   }
+  std::vector<Status> first_failure(1);
+  if (failures != nullptr) failures->assign(options.presets.size(), Status::ok());
   for (size_t next = 0; next < work.size();) {
     std::vector<LayerData> layers;
     for (int64_t bytes = 0; next < work.size() && (layers.empty() || bytes < kBatchBytes); ++next) {
@@ -108,7 +111,7 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
       }
       layers.back().rope = rope_of(info, options.profile, layer);
     }
-    BatchSums sums = {&tallies, &details, nullptr};
+    BatchSums sums = {&tallies, &details, nullptr, failures != nullptr ? failures : &first_failure};
     if (options.progress) {
       const auto before = static_cast<double>(next - layers.size());
       const auto share = static_cast<double>(layers.size());
@@ -117,11 +120,15 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
         options.progress((before + done * share) / total);
       };
     }
-    if (Status s = LayerBatch(info, options, std::move(layers), sums).run(); !s) return s;
+    LayerBatch(info, options, std::move(layers), sums).run();
+    if (!first_failure[0]) return first_failure[0];
+    const auto failed = [](const Status& status) { return !status.is_ok(); };
+    if (std::all_of(sums.failures->begin(), sums.failures->end(), failed)) break;
   }
 
   std::vector<AnalyzeResult> results;
   for (size_t p = 0; p < options.presets.size(); ++p) {
+    if (failures != nullptr && !(*failures)[p]) continue;
     const size_t total = results.size();
     results.push_back({info.path, options.presets[p].text, "all", {}, nullptr});
     if (options.details) {

@@ -84,9 +84,11 @@ Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& optio
 Status suits(const datasets::DumpInfo& info, const Preset& preset, const AnalyzeOptions& options);
 
 // Results in the order of presets; for each the total first, then each sequence. Reads one
-// (sequence, layer) at a time.
+// (sequence, layer) at a time. A preset that cannot hold a value of the dump ends the analysis.
+// With `failures` it is only left out: they become [presets], kOk or why.
 Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
-                                           const AnalyzeOptions& options);
+                                           const AnalyzeOptions& options,
+                                           std::vector<Status>* failures = nullptr);
 
 // Derived metrics; nullopt where a quantity does not exist for the preset or the dump.
 double bits_per_value(const Tally& t);

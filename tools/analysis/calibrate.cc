@@ -10,13 +10,12 @@
 
 #include "codec/format/rope_turn.h"
 #include "codec/host/parallel.h"
+#include "tierkv/half.h"
 #include "tools/analysis/analyze.h"
 #include "tools/analysis/layer_data.h"
 
 namespace tierkv::analysis {
 namespace {
-
-constexpr double kMaxHalf = 65504;
 
 void add_squares(const float* x, int64_t n, std::vector<double>* squares) {
   const size_t d = squares->size();

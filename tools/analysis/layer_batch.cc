@@ -35,25 +35,31 @@ LayerBatch::LayerBatch(const datasets::DumpInfo& info, const AnalyzeOptions& opt
       tallies_(*sums.tallies),
       details_(*sums.details),
       schemes_(layers_.size() * presets_),
-      rows_(layers_.size() * heads_ * presets_) {}
+      rows_(layers_.size() * heads_ * presets_),
+      failures_(*sums.failures) {}
 
-bool LayerBatch::failed() {
+bool LayerBatch::failed(int64_t p) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return !status_.is_ok();
+  return !failure(p);
+}
+
+bool LayerBatch::all_failed() const {
+  return std::none_of(failures_.begin(), failures_.end(),
+                      [](const Status& s) { return s.is_ok(); });
 }
 
 void LayerBatch::fail(const Status& status, const LayerData& l, int64_t p) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!status_) return;
-  status_ =
+  if (!failure(p)) return;
+  failure(p) =
       Status(status.code(), info_.path + ": /seq/" + info_.sequences[l.seq].id + "/layer/" +
                                 std::to_string(l.layer) + ": preset " + options_.presets[p].text +
                                 ": " + status.message() + " (" + status_name(status.code()) + ")");
 }
 
-Status LayerBatch::run() {
+void LayerBatch::run() {
   prepare();
-  if (failed()) return status_;
+  if (all_failed()) return;
   int64_t positions = 0;
   for (const LayerData& l : layers_) positions = std::max<int64_t>(positions, l.positions.size());
   const int64_t bytes =
@@ -66,15 +72,15 @@ Status LayerBatch::run() {
     attend_exactly(first, tile);
     measure(first == 0);
     first += tile;
-  } while (first < positions && !failed());
-  if (!failed()) add_up();
-  return status_;
+  } while (first < positions && !all_failed());
+  add_up();
 }
 
 void LayerBatch::add_up() {
   for (int64_t i = 0; i < static_cast<int64_t>(schemes_.size()); ++i) {
     const LayerData& l = layers_[i / presets_];
     const int64_t p = i % presets_;
+    if (failed(p)) continue;
     Tally& t = tally(l, p);
     t.encode_seconds += schemes_[i].codebook_seconds;
     t.stored_bytes += schemes_[i].codebook_bytes();
@@ -92,6 +98,7 @@ void LayerBatch::add_up() {
   }
   for (int64_t i = 0; i < static_cast<int64_t>(rows_.size()); ++i) {
     const int64_t row = i / presets_, p = i % presets_;
+    if (failed(p)) continue;
     const LayerData& l = layers_[row / heads_];
     tally(l, p).add(rows_[i].tally);
     if (details_.empty()) continue;
@@ -114,7 +121,7 @@ void LayerBatch::prepare() {
 
 void LayerBatch::prepare_scheme(int64_t layer, int64_t p,
                                 const std::vector<RowProfile>& statistics) {
-  if (failed()) return;
+  if (failed(p)) return;
   const LayerData& l = layers_[layer];
   LayerScheme& out = shared(layer, p);
   take_classes(scheme(p), layout_, options_.profile, l.layer, &out);
@@ -147,7 +154,10 @@ void LayerBatch::measure(bool first_tile) {
   const int64_t budget = (layer_bytes / 2 + (int64_t{96} << 20)) / row_bytes;
   const auto threads = static_cast<int32_t>(std::clamp<int64_t>(budget, 1, options_.threads));
   parallel_for(rows() * presets_, threads, [&](int64_t i) {
-    if (!failed()) measure_row(i / presets_, i % presets_, first_tile);
+    if (!failed(i % presets_)) measure_row(i / presets_, i % presets_, first_tile);
+    if (!progress_) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    progress_(static_cast<double>(++measured_) / static_cast<double>(to_measure_));
   });
 }
 
@@ -178,9 +188,6 @@ void LayerBatch::measure_row(int64_t row, int64_t p, bool first_tile) {
   if (StatusCode code = add_errors(codec, exact_[row], {first_tile, by_place}, &t, &pooled);
       code != StatusCode::kOk)
     return fail(cannot_hold(code, l, h, {Component::kKey, Component::kValue}), l, p);
-  if (!progress_) return;
-  std::lock_guard<std::mutex> lock(mutex_);
-  progress_(static_cast<double>(++measured_) / static_cast<double>(to_measure_));
 }
 
 }  // namespace tierkv::analysis

@@ -17,15 +17,17 @@ struct BatchSums {
   std::vector<Tally>* tallies = nullptr;         // [presets][sequences of the dump]
   std::vector<PresetDetail>* details = nullptr;  // [presets], empty: none
   std::function<void(double)> progress;          // fraction of the batch, one call at a time
+  // [presets]: a preset that fails is left out from then on, and its sums are void. [1]: the first
+  // failure ends the batch.
+  std::vector<Status>* failures = nullptr;
 };
 
 class LayerBatch {
  public:
-  // run() adds to the sums.
+  // run() adds to the sums. Failures name the file, the layer and the preset.
   LayerBatch(const datasets::DumpInfo& info, const AnalyzeOptions& options,
              std::vector<LayerData> layers, const BatchSums& sums);
-  // Statuses name the file, the layer and the preset.
-  Status run();
+  void run();
 
  private:
   int64_t rows() const { return static_cast<int64_t>(layers_.size()) * heads_; }
@@ -34,7 +36,9 @@ class LayerBatch {
   Tally& tally(const LayerData& l, int64_t p) {
     return tallies_[p * static_cast<int64_t>(info_.sequences.size()) + l.seq];
   }
-  bool failed();
+  Status& failure(int64_t p) { return failures_[failures_.size() == 1 ? 0 : p]; }
+  bool failed(int64_t p);
+  bool all_failed() const;
   void fail(const Status& status, const LayerData& l, int64_t p);
 
   void prepare();
@@ -62,8 +66,8 @@ class LayerBatch {
   };
   std::vector<RowSums> rows_;          // [rows][presets]
   std::vector<ExactAttention> exact_;  // per row, of the queries looked at now
-  std::mutex mutex_;
-  Status status_;
+  std::vector<Status>& failures_;
+  std::mutex mutex_;  // of the failures and of what is measured
 };
 
 }  // namespace tierkv::analysis

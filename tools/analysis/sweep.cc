@@ -76,8 +76,13 @@ Result<SweepResult> sweep(std::vector<datasets::DumpReader>& readers, const Anal
       options.progress = [&](double fraction) {
         if (given.progress) given.progress(done + fraction * share);
       };
-      Result<std::vector<AnalyzeResult>> results = analyze(reader, options);
+      std::vector<Status> failures;
+      Result<std::vector<AnalyzeResult>> results = analyze(reader, options, &failures);
       if (!results) return results.status();
+      for (size_t p = 0; p < failures.size(); ++p) {
+        if (failures[p]) continue;
+        out.skipped.push_back({info.path, options.presets[p].text, failures[p].message()});
+      }
       for (AnalyzeResult& r : *results) {
         if (r.seq == "all") totals.push_back(r);
         if (r.seq == "all" || sequences) parts.push_back(std::move(r));

@@ -9,8 +9,8 @@
 
 namespace tierkv::analysis {
 
-// A preset that a dump cannot serve (no q, no significance, a group that does not divide the head),
-// left out there.
+// A preset that a dump cannot serve, left out there: no q, no significance, a group that does not
+// divide the head, a value that the preset cannot hold.
 struct SkippedPreset {
   std::string file, preset, reason;
 };

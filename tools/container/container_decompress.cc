@@ -104,7 +104,7 @@ class RowWriter {
     const int64_t layer = round - static_cast<int64_t>(kind);
     if (layer < 0 || layer >= layers_) return;
     log_.take(step, [&] {
-      const bool ready = kind == kLoad    ? log_.wait(step, kLoad, -1, 0)
+      const bool ready = kind == kLoad    ? true
                          : kind == kBegin ? log_.wait(step, kLoad, layer, 1) &&
                                                 log_.wait(step, kBegin, layer - 1, 1)
                                           : log_.wait(step, kBegin, layer, 1);

@@ -16,8 +16,8 @@ enum class SharedBases { kOfSequence, kOfAll, kWritten };
 void encode_shared(const Scheme& scheme, const LayerData& data, const LayerScheme& shared,
                    SharedBases bases, ChunkBlock* out);
 
-// The row of a kv_head: its map, pages and segments and, asked for and there, significance. The
-// Status has no place.
+// The row of a kv_head: its map, pages and segments. Its significance is added where
+// `with_significance` asks for it and `data` holds it. Messages do not name the file or the layer.
 Status encode_row(const Scheme& scheme, const LayerData& data, const LayerScheme& shared,
                   int32_t head, bool with_significance, ChunkBlock* out);
 

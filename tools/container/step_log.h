@@ -5,6 +5,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -46,9 +47,10 @@ class StepLog {
     while (!over()) changed_.wait_for(lock, std::chrono::hours(1));
     return failed_step_ >= step;
   }
-  // Takes a step, which may throw: nobody waits for it for ever.
+  // Takes a step, unless one before it failed. It may throw: nobody waits for it for ever.
   template <class Step>
   void take(int64_t step, const Step& body) {
+    if (failed_step_ < step) return;
     try {
       if (Status s = body(); !s) fail(step, std::move(s));
     } catch (...) {
@@ -62,7 +64,7 @@ class StepLog {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::array<int64_t, kKinds>> done_;
-  int64_t failed_step_ = INT64_MAX;
+  std::atomic<int64_t> failed_step_ = INT64_MAX;
   Status failure_;
 };
 

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "datasets/hdf5/zstd_filter.h"
+// HDF5 filter 32015 (zstd), so that HDF5 itself writes and reads such chunks. The reader of dumps
+// decodes them without it (datasets/hdf5/chunk_codec.h).
+#pragma once
 
+#include <hdf5.h>
 #include <zstd.h>
 
 #include <cstdlib>
@@ -8,12 +11,13 @@
 #include "datasets/hdf5/chunk_codec.h"
 
 namespace tierkv::datasets {
-namespace {
+
+inline constexpr H5Z_filter_t kZstdFilterId = 32015;
 
 // HDF5's contract: *buffer is malloc'ed, the result replaces it; 0 means failure and leaves
 // everything as it was.
-size_t zstd_filter(unsigned flags, size_t num_values, const unsigned* values, size_t bytes,
-                   size_t* buffer_size, void** buffer) {
+inline size_t zstd_filter(unsigned flags, size_t num_values, const unsigned* values, size_t bytes,
+                          size_t* buffer_size, void** buffer) {
   void* out = nullptr;
   size_t capacity = 0, size = 0;
   if ((flags & H5Z_FLAG_REVERSE) != 0) {
@@ -42,9 +46,8 @@ size_t zstd_filter(unsigned flags, size_t num_values, const unsigned* values, si
   return size;
 }
 
-}  // namespace
-
-bool register_zstd_filter() {
+// Before the filter is used. HDF5 allows it more than once.
+inline bool register_zstd_filter() {
   static const H5Z_class2_t kClass = {H5Z_CLASS_T_VERS, kZstdFilterId, 1,       1,
                                       "zstd",           nullptr,       nullptr, zstd_filter};
   return H5Zregister(&kClass) >= 0;
