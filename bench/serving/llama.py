@@ -57,8 +57,8 @@ def token_scores(q, k, stride=16):
 
 
 class StoreCache:
-    """An engine of scheduler.py over a tierkv store. Every step is one of all slots, so that one CUDA graph serves; slots without a request run
-    along with a few tokens."""
+    """An engine of scheduler.py over a tierkv store. A captured step is one of all slots, or with capture_batches() of the next power of two;
+    slots without a request fill it up with a few tokens."""
 
     def __init__(self, model: Llama, config, stream=None):
         self.model, self.stream = model, stream
@@ -70,6 +70,7 @@ class StoreCache:
         self.held = [0] * self.slots
         self.two_tiers = has_two_tiers(self.store.config)
         self.graph = None
+        self.batches = []  # ascending
         self.notes_s = []
 
     # ---- prompts ----
@@ -152,6 +153,13 @@ class StoreCache:
         self.run()  # cuBLAS and the rotation settle what they need
         self.graph = Graph(self, self.run)
 
+    def capture_batches(self):
+        """A graph for each power of two below the number of slots, after capture()."""
+        size = 1
+        while size < self.slots:
+            self.batches.append(Batch(self, size))
+            size *= 2
+
     def launch(self):
         """OutOfPagesError: nothing has changed."""
         if self.graph is None:
@@ -161,16 +169,59 @@ class StoreCache:
 
     def step(self, slots):
         running = set(slots)
-        for slot in range(self.slots):
-            if slot not in running and self.held[slot] >= NO_MORE:
+        idle = [slot for slot in range(self.slots) if slot not in running]
+        for slot in idle:
+            if self.held[slot] >= NO_MORE:
                 self.clear(slot)
-        self.launch()
+        batch = next((b for b in self.batches if b.size >= len(running)), None)
+        if batch is None:
+            self.launch()
+        else:
+            batch.launch([*slots, *idle[:batch.size - len(running)]])
         tokens = self.tokens.tolist()
         return [tokens[slot] for slot in slots]
 
     def close(self):
-        self.graph = None
+        self.graph, self.batches = None, []
         self.store.close()
+
+
+class Batch:
+    """A captured step of `size` slots, whichever they are."""
+
+    def __init__(self, cache, size):
+        self.cache, self.size = cache, size
+        self.index = torch.arange(size, device=cache.model.device)
+        self.run()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=cache.stream, pool=cache.graph.graph.pool(), capture_error_mode="thread_local"):
+            self.run()
+        self.graph.replay()
+
+    def run(self):
+        c = self.cache
+        ids = c.ids[:self.size]
+        c.store.begin(ids, 1)
+
+        def attend(layer, q, k, v):
+            c.store.append(ids, layer, k, v)
+            return c.store.attend(ids, layer, q, count_query=c.two_tiers).out
+
+        logits = c.model.forward(c.tokens[self.index, None], c.positions[self.index, None], attend)
+        c.tokens.index_copy_(0, self.index, logits.argmax(-1))
+        c.positions.index_add_(0, self.index, torch.ones_like(self.index))
+        for slot in range(self.size):
+            c.held[slot] += 1
+
+    def launch(self, slots):
+        c = self.cache
+        begin = perf_counter()
+        c.store.note_replay([c.ids[slot] for slot in slots])
+        c.notes_s.append(perf_counter() - begin)
+        self.index.copy_(torch.tensor(slots).pin_memory(), non_blocking=True)
+        self.graph.replay()
+        for slot in slots:
+            c.held[slot] += 1
 
 
 class Graph:

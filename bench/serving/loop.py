@@ -312,6 +312,7 @@ def trace_store(bench, format, requests, most, mean):
     bench.prime(cache)
     if bench.on_gpu:
         cache.capture()
+        cache.capture_batches()
         for slot in range(slots):
             cache.clear(slot)
     room = Room(cache.store, bench.shape, step_pages(cache.store.config) if bench.on_gpu else 0)
