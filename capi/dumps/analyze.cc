@@ -41,7 +41,6 @@ Status run_analyze(const tkv_analyze_options* options, tkv_text** json) {
   const Result<std::optional<Profile>> profile = open_profile(o.profile);
   if (!profile) return profile.status();
   if (profile->has_value()) a.profile = &profile->value();
-  if (o.num_presets == 0) a.presets = analysis::default_comparison(a.profile);
   Result<std::vector<datasets::DumpReader>> readers = open_dumps(o.files, o.num_files);
   if (!readers) return readers.status();
   std::vector<datasets::DumpInfo> infos;
@@ -50,6 +49,11 @@ Status run_analyze(const tkv_analyze_options* options, tkv_text** json) {
     Result<std::function<void(double)>> progress = read_progress(o.progress, i, readers->size());
     if (!progress) return progress.status();
     a.progress = std::move(*progress);
+    if (o.num_presets == 0) {
+      std::string left_out;
+      a.presets = analysis::default_comparison(a.profile);
+      if (Status s = analysis::keep_served((*readers)[i].info(), &a, &left_out); !s) return s;
+    }
     Result<std::vector<analysis::AnalyzeResult>> part = analysis::analyze((*readers)[i], a);
     if (!part) return part.status();
     infos.push_back((*readers)[i].info());

@@ -31,7 +31,9 @@ typedef struct tkv_analyze_options {
   size_t struct_size;
   const char* const* files; /* [num_files] kv-dumps */
   size_t num_files;
-  const char* const* presets; /* [num_presets], as `tierkv analyze --preset`; none: its defaults */
+  /* [num_presets], as `tierkv analyze --preset`; none: its defaults, but for those that a file
+     cannot serve */
+  const char* const* presets;
   size_t num_presets;
   const char* profile;  /* of tkv_calibrate, or null: each sequence's own means and steps */
   const char* sequence; /* only this one, or null: all */

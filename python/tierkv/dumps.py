@@ -132,7 +132,7 @@ def analyze(files: Files, presets: Union[None, str, Sequence[str]] = None, *, pr
             progress: Optional[Progress] = None) -> List[AnalysisResult]:
     """What each preset would do to the dumps, as `tierkv analyze`: for every file and preset the total, then each sequence.
 
-    presets: one or several; None for a comparison of all schemes with equal windows. profile: of calibrate(). layers: first and last.
+    presets: one or several; None for a comparison with equal windows of all schemes that a file can serve. profile: of calibrate(). layers: first and last.
     """
     names, chosen = _files(files), [] if presets is None else [p.encode() for p in _items(presets, (str,), "presets")]
     if presets is not None and not chosen:

@@ -5,6 +5,7 @@ import gc
 import pathlib
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -247,6 +248,18 @@ class Containers(PackageTest):
         result = tierkv.analyze(SAMPLE, ["diffkv:alpha_l=0.05"])[0]
         # The container adds its index and headers to what analyze counts.
         self.assertLess(abs(self.compressed.bits_per_value / result.bits_per_value - 1), 0.05)
+
+    def test_default_presets_are_those_that_a_file_can_serve(self):
+        plain = self.dir / "plain.h5"
+        shutil.copy(SAMPLE, plain)
+        with h5py.File(plain, "a") as f:
+            for sequence in f["seq"].values():
+                for layer in sequence["layer"].values():
+                    for name in ("q", "q_positions", "significance"):
+                        if name in layer:
+                            del layer[name]
+        some, all_of_them = ({r.preset for r in tierkv.analyze(f, layers=(0, 0))} for f in (plain, SAMPLE))
+        self.assertTrue(set() < some < all_of_them, (some, all_of_them))
 
     def test_layers_equal_the_command(self):
         back = self.dir / "back.h5"

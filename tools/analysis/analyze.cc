@@ -63,6 +63,18 @@ Status suits(const datasets::DumpInfo& info, const Preset& preset, const Analyze
   return Status::ok();
 }
 
+Status keep_served(const datasets::DumpInfo& info, AnalyzeOptions* options, std::string* left_out) {
+  Status first = Status::ok();
+  std::erase_if(options->presets, [&](const Preset& preset) {
+    const Status s = suits(info, preset, *options);
+    if (s) return false;
+    if (first) first = s;
+    *left_out += (left_out->empty() ? "" : ", ") + preset.text;
+    return true;
+  });
+  return options->presets.empty() ? first : Status::ok();
+}
+
 Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
                                            const AnalyzeOptions& given,
                                            std::vector<Status>* failures) {

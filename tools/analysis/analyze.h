@@ -83,6 +83,10 @@ Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& optio
 // kOk, or what is missing, naming file, preset and dataset.
 Status suits(const datasets::DumpInfo& info, const Preset& preset, const AnalyzeOptions& options);
 
+// Leaves out presets that the dump cannot serve, and gives their names. Where none is left: why the
+// first one is not served.
+Status keep_served(const datasets::DumpInfo& info, AnalyzeOptions* options, std::string* left_out);
+
 // Results in the order of presets; for each the total first, then each sequence. Reads one
 // (sequence, layer) at a time. A preset that cannot hold a value of the dump ends the analysis.
 // With `failures` it is only left out: they become [presets], kOk or why.

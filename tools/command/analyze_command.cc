@@ -13,26 +13,6 @@ struct Arguments : AnalyzeArguments {
   std::vector<std::string> presets;
 };
 
-// Keeps those of the default presets that the dump can serve and names the others on stderr. Where
-// nothing is left: why the first one is not served.
-Status leave_out_unserved(const datasets::DumpInfo& info, analysis::AnalyzeOptions* options) {
-  std::string names;
-  Status first = Status::ok();
-  std::erase_if(options->presets, [&](const analysis::Preset& preset) {
-    const Status s = analysis::suits(info, preset, *options);
-    if (s) return false;
-    if (first) first = s;
-    names += (names.empty() ? "" : ", ") + preset.text;
-    return true;
-  });
-  if (options->presets.empty()) return first;
-  if (!first) {
-    std::fprintf(stderr, "tierkv: left out: %s: %s (--preset NAME says why)\n", info.path.c_str(),
-                 names.c_str());
-  }
-  return Status::ok();
-}
-
 int run(const Arguments& args) {
   AnalyzeInputs inputs;
   analysis::AnalyzeOptions& options = inputs.options;
@@ -44,8 +24,13 @@ int run(const Arguments& args) {
   for (datasets::DumpReader& reader : inputs.readers) {
     options.presets = presets;
     if (args.presets.empty()) {
-      if (const Status s = leave_out_unserved(reader.info(), &options); !s)
+      std::string left_out;
+      if (const Status s = analysis::keep_served(reader.info(), &options, &left_out); !s)
         return report_error(s.message(), kExitBadInput);
+      if (!left_out.empty()) {
+        std::fprintf(stderr, "tierkv: left out: %s: %s (--preset NAME says why)\n",
+                     reader.info().path.c_str(), left_out.c_str());
+      }
     }
     ProgressBar bar(reader.info().path);
     options.progress = [&](double fraction) { bar.update(fraction); };

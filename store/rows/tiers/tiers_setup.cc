@@ -166,7 +166,8 @@ Status TiersRows::prepare() {
   }
   if (table.table_slots[0] > kMaxTableSlots) {
     return invalid("max_tokens: a layer may take " + std::to_string(table.table_slots[0]) +
-                   " pages, a table has " + std::to_string(kMaxTableSlots));
+                   " pages, a table has " + std::to_string(kMaxTableSlots) +
+                   "; larger page_bytes take fewer");
   }
   return Status::ok();
 }
