@@ -8,8 +8,8 @@
     print(cache.bytes_held, cache.raw_bytes)
 
 A prompt is attended to by torch's own attention and compressed layer by layer; tokens that follow are attended to in compressed form. A
-later turn of more than 8 tokens decodes what the cache holds, one layer at a time, and is then compressed itself. Models: the types of
-HALVES and NEIGHBOURS without sliding windows, in transformers 5. Batches are padded on the left.
+later turn of more than 8 tokens decodes what the cache holds, one layer at a time, and is then compressed itself. Models: the types
+that _hf_models.py names, without sliding windows, in transformers 5.17 or later. Batches are padded on the left.
 
 A model on a GPU is served on one GPU and stream, those of the first token; a model on the CPU is served slowly.
 """
@@ -26,9 +26,10 @@ import numpy as np
 from . import _library as lib
 from ._arrays import DTYPES
 from ._hf_batch import Batch, Moves, groups
+from ._hf_models import check_model, profile_rope
 from .errors import ArgumentTypeError, InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
 from .kv_store import ChannelFormat, CodedFormat, KvStore, StoreConfig, TiersFormat, _ids, preset
-from .profile import Profile, Rope, read_profile
+from .profile import Profile, read_profile
 from .prompt import significance
 
 # Types are checked where neither is installed.
@@ -36,15 +37,9 @@ torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
 cache_utils: Any = importlib.import_module("transformers.cache_utils")
 masking: Any = importlib.import_module("transformers.masking_utils")
-rope_utils: Any = importlib.import_module("transformers.modeling_rope_utils")
 causal_lower_right: Any = importlib.import_module("torch.nn.attention.bias").causal_lower_right
 
 NAME = "tierkv"
-# Types of models, by which dims of a head their RoPE turns together.
-HALVES = ("apertus", "arcee", "gemma", "gpt_neox", "granite", "granitemoe", "hunyuan_v1_dense", "llama", "mistral", "mixtral", "nemotron", "olmo2",
-          "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "stablelm", "starcoder2")
-NEIGHBOURS = ("cohere", "ernie4_5", "glm", "glm4", "helium")
-HEAD_DIMS = (64, 96, 128, 256)
 STEP_TOKENS = 8  # so many tokens attend to the compressed cache; more decode it first
 STEPS_BETWEEN_LOOKS = 16  # the cache asks for failures of kernels so seldom because it waits for the GPU then
 
@@ -403,7 +398,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             self.close()
         if self._store is None:
             if self._profile is not None and self._profile.rope is not None:
-                rope = _profile_rope(self._profile.rope, rope)
+                rope = profile_rope(self._profile.rope, rope)
             self._store = KvStore(StoreConfig(
                 num_layers=config.num_hidden_layers, num_q_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3], sm_scale=scaling,
                 dtype="bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
@@ -411,35 +406,6 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
                 stream=torch.cuda.current_stream(q.device) if q.is_cuda else None)
             self._device = q.device
         self._model, self._shape = config, shape
-
-
-def check_model(config: Any, head_dim: int) -> Rope:
-    """The rotation of a model that TierCache serves; UnsupportedError says what it does not."""
-    if config.model_type not in HALVES + NEIGHBOURS:
-        raise UnsupportedError(f"TierCache: model type {config.model_type!r} is not one of {', '.join(sorted(HALVES + NEIGHBOURS))}")
-    kinds = getattr(config, "layer_types", None)
-    windows = [kind for kind in kinds or [] if kind != "full_attention"]
-    if windows or (not kinds and getattr(config, "sliding_window", None)):
-        raise UnsupportedError(f"TierCache: {config.model_type} with {windows[0] if windows else 'a sliding window'}")
-    if head_dim not in HEAD_DIMS:
-        raise UnsupportedError(f"TierCache: head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
-    rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        dims = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-        inv_freq = 1.0 / rope["rope_theta"] ** (torch.arange(0, dims, 2, dtype=torch.float) / dims)
-    elif kind in ("linear", "llama3", "yarn"):
-        inv_freq, _ = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    else:
-        raise UnsupportedError(f"TierCache: RoPE of type {kind!r}, whose frequencies change with the length")
-    return Rope("halves" if config.model_type in HALVES else "neighbours", 2 * len(inv_freq), inv_freq.float().numpy())
-
-
-def _profile_rope(ours: Rope, model: Rope) -> Rope:
-    """The profile's, which was found in keys and may differ from the model's in the last bits."""
-    if ours.pairing != model.pairing or ours.dims != model.dims or not np.allclose(ours.inv_freq, model.inv_freq, rtol=1e-5, atol=1e-12):
-        raise InvalidArgumentError("profile: its rotation is not this model's")
-    return ours
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], scaling: Optional[float] = None,

@@ -19,7 +19,8 @@ except ImportError as e:
     print(f"skipped: {e}")
     sys.exit(77)
 import tierkv  # noqa: E402
-from tierkv.hf import HALVES, NEIGHBOURS, TierCache, attention, check_model  # noqa: E402
+from tierkv._hf_models import HALVES, NEIGHBOURS, check_model  # noqa: E402
+from tierkv.hf import TierCache, attention  # noqa: E402
 from tierkv.kv_store import CodedFormat  # noqa: E402
 
 SEED = int.from_bytes(os.urandom(4), "little")

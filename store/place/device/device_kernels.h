@@ -56,9 +56,9 @@ struct CountCall {
   int32_t tokens = 0;
   int32_t total = 0;             // sequences of the batch
   int32_t first = 0, count = 0;  // of them those in the chunk of ids
-  // Of a captured step, else null: what note_replay() named last, {captures before it, number of
-  // sequences, their slots}. It counts for the launches of captures before it; a first launch is
-  // of the captured sequences.
+  // Null unless the step is captured. What note_replay() wrote last: how many captures came before
+  // it, how many sequences it names, their slots. A launch uses this if its capture came before.
+  // So the first launch of a graph runs for the captured sequences.
   const int32_t* replayed = nullptr;
   int32_t capture = 0;  // the number of this one, from 1
   DeviceFault* fault = nullptr;
