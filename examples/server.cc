@@ -120,8 +120,11 @@ Status serve() {
   if (Status s = forward(store->get(), {&*system, 1}, kSystem, &model); !s) return s;
   std::vector<Running> running;
   int waiting = kRequests, most = 0, steps = 0;
+  // Whoever was sent back would take the pages that the next step needs: nobody comes until another
+  // request has ended.
+  bool admits = true;
   while (waiting > 0 || !running.empty()) {
-    while (waiting > 0) {
+    while (admits && waiting > 0) {
       const Status s = admit(store->get(), *system, &model, &running);
       if (s.code() == StatusCode::kOutOfPages || s.code() == StatusCode::kOutOfRange) break;
       if (!s) return s;
@@ -129,7 +132,10 @@ Status serve() {
     }
     most = std::max(most, static_cast<int>(running.size()));
     if (running.empty()) return Status(StatusCode::kOutOfPages, "not even one request fits");
+    const size_t ran = running.size();
+    const int waited = waiting;
     if (Status s = step(store->get(), &model, &running, &waiting); !s) return s;
+    if (running.size() < ran) admits = waiting == waited;
     ++steps;
   }
   std::printf("%d requests in %d steps, at most %d at once; room for %lld tokens\n", kRequests,

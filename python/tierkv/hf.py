@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import importlib
 import operator
+import warnings
 from dataclasses import dataclass
 from typing import Any, List, Optional, Tuple, Union
 
@@ -151,7 +152,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         other = copy.copy(self)
         other._batch, other._ids, other._store = copy.deepcopy(self._batch), [], None
         if self._store is not None:
-            other._store = KvStore(self._store.config, stream=self._store.stream)
+            stream = torch.cuda.ExternalStream(self._store.stream, device=self._device) if self._store.is_on_device else None
+            other._store = KvStore(self._store.config, stream=stream)
             other._ids = [other._store.import_sequence(self._store.export_sequence(id)) for id in self._ids]
         return other
 
@@ -215,9 +217,18 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
                 self.store.release(id)
             except StaleSequenceError:  # a choice of rows failed behind its release
                 pass
-        if self._store is not None:
-            self._look()  # so that no failure is told to the next sequences
+        # No failure is told to the next sequences.
+        failure = None if self._store is None else self._look()
+        if failure is not None and self._failure is None:
+            warnings.warn(f"TierCache: a GPU kernel reported before reset(): {failure}", RuntimeWarning, stacklevel=2)
         self._forget()
+
+    def check(self) -> None:
+        """Raises what GPU kernels have reported of the tokens so far, as a later pass would. Waits for the GPU."""
+        if self._store is not None:
+            self._failure = self._failure or self._look()
+        if self._failure is not None:
+            raise type(self._failure)(f"TierCache: a GPU kernel reported: {self._failure}. Tokens of this cache hold zeros in place of values; call reset()")
 
     def crop(self, tokens_to_remove: int) -> None:
         """A negative number removes so many positions, padding included; a positive one keeps so many, all where there are fewer. OutOfPagesError,
@@ -309,7 +320,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def _begin(self, module: Any, q: Tensor, k: Tensor, mask: Optional[Tensor], scaling: float) -> None:
         self._drop_pass()
-        if module.config is not self._model or not self._ids and q.shape[0] > self.store.config.max_sequences:
+        if module.config is not self._model or not self._ids:
             self._fit(module.config, q, k, scaling)
         if q.device != self._device:
             raise ArgumentTypeError(f"TierCache: the model is on {q.device}, but the first token was on {self._device}")
@@ -319,10 +330,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         seen = self._batch.tokens() or [0] * rows
         # Rows that hold tokens get no padding.
         is_step = tokens <= STEP_TOKENS and min(seen) > 0
-        if self._ids and (not is_step or self._steps >= STEPS_BETWEEN_LOOKS):
-            self._failure = self._failure or self._look()
-        if self._failure is not None:
-            raise type(self._failure)(f"TierCache: a GPU kernel reported: {self._failure}. Tokens of this cache hold zeros in place of values; call reset()")
+        if self._failure is not None or self._ids and (not is_step or self._steps >= STEPS_BETWEEN_LOOKS):
+            self.check()
         batch = copy.deepcopy(self._batch)
         new = batch.extend(rows, tokens, None if mask is None else mask.cpu().numpy())
         self._pass = _Pass(new, seen, not self._ids, batch)
@@ -391,7 +400,10 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     def _fit(self, config: Any, q: Tensor, k: Tensor, scaling: float) -> None:
         """Makes the store of a model, unless there is one. InvalidArgumentError where the cache holds tokens of another model."""
         rope = check_model(config, q.shape[3])
-        shape = (config.num_hidden_layers, q.shape[1], k.shape[1], q.shape[3], scaling, rope.pairing, rope.dims, rope.inv_freq.tobytes())
+        stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
+        dtype = "bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16"
+        shape = (config.num_hidden_layers, q.shape[1], k.shape[1], q.shape[3], scaling, rope.pairing, rope.dims, rope.inv_freq.tobytes(),
+                 dtype, q.device, stream and stream.cuda_stream)
         if self._store is not None and (shape != self._shape or q.shape[0] > self._store.config.max_sequences):
             if self._ids:
                 raise InvalidArgumentError("TierCache: the cache holds tokens of another model; reset() empties it")
@@ -401,9 +413,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
                 rope = profile_rope(self._profile.rope, rope)
             self._store = KvStore(StoreConfig(
                 num_layers=config.num_hidden_layers, num_q_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3], sm_scale=scaling,
-                dtype="bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
-                max_tokens=self._max_tokens, max_sequences=max(self._max_sequences, q.shape[0]), memory_bytes=self._memory_bytes),
-                stream=torch.cuda.current_stream(q.device) if q.is_cuda else None)
+                dtype=dtype, rope=rope, format=self._format, profile=self._profile,
+                max_tokens=self._max_tokens, max_sequences=max(self._max_sequences, q.shape[0]), memory_bytes=self._memory_bytes), stream=stream)
             self._device = q.device
         self._model, self._shape = config, shape
 

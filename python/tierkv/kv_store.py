@@ -104,7 +104,7 @@ class KvStore(lib.Owner):
             return
         self._stream = lib.integer(getattr(stream, "cuda_stream", stream), "stream", ctypes.c_size_t)
         torch = sys.modules.get("torch")
-        if torch is not None:
+        if torch is not None and torch.cuda.is_available():
             index = getattr(getattr(stream, "device", None), "index", None)
             self._index = torch.cuda.current_device() if index is None else index
         if config.memory_bytes:
@@ -343,7 +343,8 @@ class KvStore(lib.Owner):
         if x is None:
             return _Given(None, (), "", None)
         if self._stream is not None:
-            a = _device.device_array(x, name, dtypes, shape, self._stream, index=self._index)
+            with self._current():  # where torch may ask for the tensor's stream
+                a = _device.device_array(x, name, dtypes, shape, self._stream, index=self._index)
             return _Given(a.address, a.shape, a.dtype, a.owner)
         v = values(x, name, shape)
         if v.dtype not in dtypes:

@@ -9,6 +9,7 @@ tierkv.vllm.settings; what a model or a configuration needs and the backend lack
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 from ._versions import unserved
@@ -17,11 +18,13 @@ BACKEND = "tierkv.vllm.backend.TierkvBackend"
 
 
 def register() -> None:
-    """Names the backend to vLLM as CUSTOM; once or many times. Somebody else's CUSTOM is left alone."""
+    """Names the backend to vLLM as CUSTOM; once or many times. Somebody else's CUSTOM is left alone. A vLLM that tierkv does not serve gets a
+    warning: it may run another backend."""
     try:
         registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
     except ImportError as e:
-        raise unserved(str(e)) from e
+        logging.getLogger(__name__).warning("%s", unserved(str(e)))
+        return
     custom = registry.AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
         registry.register_backend(custom, BACKEND)

@@ -85,7 +85,7 @@ class TierkvBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability.major >= 8)
+        return bool(capability.major >= 9)
 
     @classmethod
     def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
