@@ -155,21 +155,23 @@ __device__ __forceinline__ float join_parts(const JoinedParts& parts, int32_t he
   return finished.lse;
 }
 
-// A body's output and its log-sum-exp, joined with what `to` holds of other tokens.
-__device__ __forceinline__ float join_prior(const EngineQueries& q, const WarpQuery& w, float lse,
-                                            const uint16_t* to, LaneValues& x) {
-  const SoftmaxState body = state_of_lse(lse), prior = state_of_lse(q.prior.lse[w.vector]);
-  const SoftmaxState whole = join(body, prior);
-  const FinishedState finished = finish(whole, q.prior.sink(w.head));
+// What `out` holds of other tokens.
+struct PriorValues {
+  LaneValues x;
+  SoftmaxState state;
+};
+// A body's output and its log-sum-exp, joined with them.
+__device__ __forceinline__ float join_prior(const PriorValues& prior, float sink, float lse,
+                                            LaneValues& x) {
+  const SoftmaxState body = state_of_lse(lse), whole = join(body, prior.state);
+  const FinishedState finished = finish(whole, sink);
   const float of_body = share(body, whole) * finished.scale,
-              of_prior = share(prior, whole) * finished.scale;
-  LaneValues y;
-  load_lane_values(to, q.dtype, q.head_dim, y);
+              of_prior = share(prior.state, whole) * finished.scale;
 #pragma unroll
   for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
     float& z = x[i / 4][i % 4];  // what has no share may hold anything
     z = of_body != 0.0f ? of_body * z : 0.0f;
-    if (of_prior != 0.0f) z = fmaf(of_prior, y[i / 4][i % 4], z);
+    if (of_prior != 0.0f) z = fmaf(of_prior, prior.x[i / 4][i % 4], z);
   }
   return finished.lse;
 }
@@ -193,11 +195,20 @@ __global__ void __launch_bounds__(kEngineThreads)
     place = q.shared.columns.of_query(w.entry, w.j, w.head);
     ctas = ctas_of_row(q.shared, place.row);
   }
+  const bool has_lse = q.lse != nullptr || q.prior.lse != nullptr;
+  // Queries were complete before attention began.
+  const float of_mean = has_lse && w.token >= 0 ? q.sm_scale * mean_product(q, w) : 0.0f;
   wait_for_previous_kernel();
   if (w.vector >= q.vectors()) return;
   count_stray_row(q, w);
   if (w.token < 0) return;
-  const bool has_lse = q.lse != nullptr || q.prior.lse != nullptr;
+  auto* const to =
+      static_cast<uint16_t*>(q.out) + w.token * q.out_strides.token + w.head * q.out_strides.head;
+  PriorValues prior = {};
+  if (q.prior.lse != nullptr) {
+    load_lane_values(to, q.dtype, q.head_dim, prior.x);
+    prior.state = state_of_lse(q.prior.lse[w.vector]);
+  }
   LaneValues x = {};
   float lse = 0.0f;
   if (ctas.count > 0) {
@@ -208,10 +219,8 @@ __global__ void __launch_bounds__(kEngineThreads)
     if (has_lse) lse = q.packed_lse[w.vector];
   }
   rotate_back(q.out_rotation, q.head_dim, x);
-  auto* const to =
-      static_cast<uint16_t*>(q.out) + w.token * q.out_strides.token + w.head * q.out_strides.head;
-  if (has_lse) lse += q.sm_scale * mean_product(q, w);
-  if (q.prior.lse != nullptr) lse = join_prior(q, w, lse, to, x);
+  lse += of_mean;
+  if (q.prior.lse != nullptr) lse = join_prior(prior, q.prior.sink(w.head), lse, x);
   store_outputs(x, q.dtype, q.head_dim, to);
   if (q.lse != nullptr && lane_index() == 0) {
     q.lse[w.token * q.lse_strides.token + w.head * q.lse_strides.head] = lse;

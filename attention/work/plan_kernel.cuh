@@ -206,5 +206,6 @@ constexpr size_t plan_shared_bytes(int32_t num_rows) {
   static_assert(sizeof(PlanShared<Cost>) % alignof(KeptRow) == 0, "the kept rows follow");
   return sizeof(PlanShared<Cost>) + kept_bytes(num_rows);
 }
+static_assert(plan_shared_bytes<uint64_t>(kKeptRows) <= 99 << 10, "of compute capability 8.6, 8.9");
 
 }  // namespace tierkv

@@ -60,8 +60,10 @@ uint64_t most_cost(const RowsOf<kClasses>& rows) {
   return most * static_cast<uint64_t>(rows.num_rows);
 }
 
-inline constexpr int32_t kKeptRows = 8192;  // of a layer; those behind them are read again
-inline constexpr int32_t kRowsAtOnce = 4;   // of a lane, whose tokens are asked for together
+// Of a layer; those behind them are read again. So many fit into the shared memory that every GPU
+// has for a CTA.
+inline constexpr int32_t kKeptRows = 5120;
+inline constexpr int32_t kRowsAtOnce = 4;  // of a lane, whose tokens are asked for together
 
 struct alignas(16) KeptRow {
   int32_t tokens[kAttentionTiers];

@@ -53,6 +53,11 @@ StoreConfig make_config(const std::string& format, int32_t sequences, int32_t ma
   config.layout.dtype = DType::kBFloat16;
   config.rope = {Rope::plain(500000.0, kDim)};
   config.profile = make_profile();
+  if (format == "coded") {
+    CodedFormat coded;
+    coded.k = 0.55, coded.v = 0.5;  // as with head scales
+    config.format = coded;
+  }
   if (format == "tiers") {
     TierClass of;
     of.high = token_wise_tier(4, 4);

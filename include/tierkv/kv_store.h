@@ -55,7 +55,7 @@ class Engine;
 struct TKV_API CodedFormat {
   // k: the standard deviation of the error that key steps may cause in a logit. v: value steps as a
   // fraction of the size of the token's value. Both at most 1024. 0: 0.55 and 0.5 with a profile's
-  // query energies, 0.33 and 0.28 without.
+  // sensitivities, 0.33 and 0.28 without.
   double k = 0, v = 0;
   int32_t max_length = 10;       // bits of the longest code word, 8 to 14
   int32_t streams_per_lane = 2;  // 1 or 2

@@ -360,6 +360,24 @@ void expect_attends(int32_t round) {
   }
 }
 
+// What the host refuses, or sends elsewhere, a captured call may find in a replay.
+TEST(EmulatedPlaceFaults, QueriesInsideTheBody) {
+  RawWorld w(64, DType::kFloat16);
+  w.append(300, false);
+  Attended a(&w, 2, 2, DType::kFloat16);
+  const std::vector<int32_t> slots(w.sequences, 0);
+  const int32_t body_end = w.at(0).body_end;
+  ASSERT_GT(body_end, 0);
+  a.call.slots = slots.data();
+  a.call.q = a.q.data(), a.call.out = a.out.data(), a.call.lse = a.lse.data();
+  for (const int32_t behind : {1, 0}) {  // tokens behind the first query's, and one more
+    const std::vector<LayerTokens> at(w.sequences, {body_end + behind, body_end});
+    a.call.at = at.data();
+    emulate(w.sequences * w.kv_heads, 1, kAttendThreads, [&] { raw_attend_kernel<64>(a.call); });
+    EXPECT_EQ(w.fault.status, behind == 1 ? StatusCode::kOk : StatusCode::kInvalidArgument);
+  }
+}
+
 TYPED_TEST(EmulatedPlace, AttentionIsThePlainSoftmax) {
   for (int32_t round = 0; round < 8; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));

@@ -4,6 +4,8 @@ import copy
 import os
 import sys
 import unittest
+import warnings
+from unittest import mock
 
 sys.path.insert(0, sys.argv.pop(1))
 try:
@@ -19,6 +21,7 @@ except ImportError as e:
     print(f"skipped: {e}")
     sys.exit(77)
 import tierkv  # noqa: E402
+from tierkv import NonFiniteError  # noqa: E402
 from tierkv._hf_models import HALVES, NEIGHBOURS, check_model  # noqa: E402
 from tierkv.hf import TierCache, attention  # noqa: E402
 from tierkv.kv_store import CodedFormat  # noqa: E402
@@ -185,6 +188,28 @@ class Generation(unittest.TestCase):
         cache.reset()
         self.assertEqual(cache.get_seq_length(), 0)
         self.assert_near(self.logits(cache, [first])[0], self.logits(DynamicCache(), [first])[0])
+
+    def test_what_kernels_report(self):
+        """A store in host memory tells such values at once; here it tells them late, as one on a GPU."""
+        cache = TierCache(max_tokens=64)
+        cache.check()
+        for tells in (cache.check, cache.reset):
+            self.logits(cache, [self.ids(1, 12)])
+            with mock.patch.object(cache.store, "take_status", side_effect=NonFiniteError("layer 1")), warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                if tells == cache.reset:
+                    cache.reset()
+                else:
+                    self.assertRaisesRegex(NonFiniteError, "layer 1.*reset", tells)
+            self.assertEqual([w.category for w in told], [RuntimeWarning] if tells == cache.reset else [])
+            if tells == cache.check:  # until reset(), which then has nothing new to tell
+                self.assertRaisesRegex(NonFiniteError, "layer 1", self.logits, cache, [self.ids(1, 1)])
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    cache.reset()
+        cache.check()
+        more = self.ids(1, 3)
+        self.assert_near(self.logits(cache, [more]), self.logits(DynamicCache(), [more]))
 
     def test_another_model_after_reset(self):
         shallow = model_of(LlamaForCausalLM, lambda **shape: LlamaConfig(**{**shape, "num_hidden_layers": 1}))

@@ -46,6 +46,10 @@ class BatchBook {
   bool has_step(const std::vector<int32_t>& slots) const {
     return now().slots == slots && now().step_tokens > 0;
   }
+  // Whether a step of other sequences has.
+  bool has_other_step(const std::vector<int32_t>& slots) const {
+    return now().slots != slots && now().step_tokens > 0;
+  }
   // from, to and at of one layer.
   void wrote_layer(const std::vector<int32_t>& slots, int32_t layer) {
     wrote(slots, false);

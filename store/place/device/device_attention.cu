@@ -83,6 +83,11 @@ DeviceAttendBody DevicePlace::bodies_of(const LayerAttend& call, const LayerMove
 
 Status DevicePlace::attend_step(const LayerAttend& call, const LayerMoves& moves) {
   if (Status s = enter("attend", true); !s) return s;
+  // A replay for other sequences finds those of the step alone.
+  if (book_.is_captured() && book_.has_other_step(slots_of(moves, 1))) {
+    return Status(StatusCode::kUnsupported,
+                  "attend: capturing it for other sequences than its step's begin() named");
+  }
   // A graph keeps which kernels attend. Those of a step have been asked for at its beginning.
   if (book_.is_captured() && !book_.has_step(slots_of(moves, 1))) {
     DeviceWorks works;

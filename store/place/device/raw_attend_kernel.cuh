@@ -428,6 +428,12 @@ __global__ void __launch_bounds__(kAttendThreads, kHeadDim <= 128 ? 4 : 1)
   wait_for_previous_kernel();
   let_next_kernel_start();
   RawAttend<kHeadDim> row{{c}, *reinterpret_cast<RawAttendShared<kHeadDim>*>(attend_shared_bytes)};
+  // Attention over bodies lets every query see all of them. The host knows, but for a captured call
+  // whose sequence was truncated since.
+  const RawRow& r = row.r;
+  if (threadIdx.x == 0 && r.at.body_end > 0 && row.position_of(0) + 1 < r.at.body_end) {
+    report_fault(c.fault, {StatusCode::kInvalidArgument, r.slot, c.layer, r.kv_head});
+  }
   const int32_t columns = c.group * c.q_len;
   for (int32_t first = 0; first < columns; first += kRawColumns) {
     row.attend_columns(first);

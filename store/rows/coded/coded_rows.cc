@@ -43,6 +43,10 @@ Status check_format(const CodedFormat& f) {
 bool has_energies(const StoreConfig& config) {
   return config.profile != nullptr && !config.profile->rows[0].query_energy.empty();
 }
+// Default steps of a profile belong to head scales.
+bool has_head_scales(const StoreConfig& config) {
+  return has_energies(config) && !config.profile->key_sensitivity.empty();
+}
 
 }  // namespace
 
@@ -84,7 +88,7 @@ Status CodedRows::prepare_sizes() {
 
 Status CodedRows::prepare() {
   if (Status s = check_format(format_); !s) return s;
-  const StepSizes& steps = has_energies(config_) ? kProfileSteps : kOwnSteps;
+  const StepSizes& steps = has_head_scales(config_) ? kProfileSteps : kOwnSteps;
   if (format_.k == 0) format_.k = steps.k;
   if (format_.v == 0) format_.v = steps.v;
   if (Status s = prepare_sizes(); !s) return s;

@@ -23,9 +23,9 @@ CodedModel::CodedModel(const StoreConfig& config)
   }
   const auto& format = std::get<CodedFormat>(config.format);
   unit_ = format.unit_tokens;
-  const bool energies = config.profile != nullptr && !config.profile->rows[0].query_energy.empty();
-  k_ = format.k != 0 ? format.k : energies ? 0.55 : 0.33;
-  v_ = format.v != 0 ? format.v : energies ? 0.5 : 0.28;
+  const bool scales = config.profile != nullptr && !config.profile->key_sensitivity.empty();
+  k_ = format.k != 0 ? format.k : scales ? 0.55 : 0.33;
+  v_ = format.v != 0 ? format.v : scales ? 0.5 : 0.28;
   for (int32_t l = 0; l < config.layout.num_layers && !config.rope.empty(); ++l) {
     const Rope& rope = config.rope[config.rope.size() == 1 ? 0 : l];
     ropes_.push_back(*make_rope_table(rope, config.layout.head_dim, config.max_tokens + 64));

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tierkv.hf on a GPU: generation over a TierCache beside transformers' own cache, on a random model in half precision."""
+import copy
 import os
 import sys
 import unittest
@@ -110,6 +111,15 @@ class Generation(unittest.TestCase):
         broken_step(cache)
         cache.reset()
         self.assertLess(float((self.logits(cache, [more]) - self.logits(DynamicCache(), [more])).abs().max()), RAW, f"seed {SEED}")
+
+    def test_another_type_after_reset(self):
+        cache, passes = TierCache("k8v4", max_tokens=512), [torch.randint(1, VOCABULARY, (1, n), device="cuda") for n in (200, 1)]
+        for dtype in (torch.float16, torch.bfloat16, torch.float16):
+            difference = (self.logits(cache, passes, dtype=dtype) - self.logits(DynamicCache(), passes, dtype=dtype)).abs().max()
+            self.assertLess(float(difference), BOUNDS["k8v4"], f"seed {SEED}")
+            twin = copy.deepcopy(cache)
+            self.assertEqual(twin._store._index, torch.cuda.current_device())
+            cache.reset()
 
     def test_left_padding(self):
         mask = torch.ones(3, 330, dtype=torch.long, device="cuda")

@@ -83,6 +83,38 @@ TEST(KvStoreFaults, SmallAttentionToLayersThatWaitIsNotCaptured) {
   KvTwins::expect_ok(capture());
 }
 
+// A replay for others would go on attending to the captured ones.
+TEST(KvStoreFaults, SmallAStepIsCapturedForItsSequencesAlone) {
+  std::mt19937 rng(1);
+  KvTwins twins(twin_config(with(coded(64), 64, 3, 3)), &rng);
+  twins.add(), twins.add();
+  twins.extend({0, 1}, 500);
+  const CacheLayout& l = twins.device().config().layout;
+  const test::DeviceArray<uint16_t> x(
+      std::vector<uint16_t>(static_cast<size_t>(2 * l.num_q_heads) * l.head_dim));
+  const SequenceId ids[] = {twins.live()[0].device, twins.live()[1].device};
+  LayerAppend append;
+  append.sequences = {ids, 2};
+  append.tokens = 1;
+  append.k = append.v = x.get();
+  LayerAttend other;
+  other.sequences = {ids + 1, 1};
+  other.q_len = 1;
+  other.q = other.out = x.get();
+  LayerAttend own = other;
+  own.sequences = {ids, 2};
+  ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  const Status begun = twins.device().begin({ids, 2}, 1), appended = twins.device().append(append),
+               refused = twins.device().attend(other), attended = twins.device().attend(own);
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
+  cudaGraphDestroy(graph);
+  KvTwins::expect_ok(begun);
+  KvTwins::expect_ok(appended);
+  EXPECT_EQ(refused.code(), StatusCode::kUnsupported) << refused.message();
+  KvTwins::expect_ok(attended);
+}
+
 TEST(KvStoreFaults, SmallCallsOnAnotherDeviceAreRefused) {
   int count = 0;
   ASSERT_EQ(cudaGetDeviceCount(&count), cudaSuccess);
