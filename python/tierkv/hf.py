@@ -152,8 +152,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         other = copy.copy(self)
         other._batch, other._ids, other._store = copy.deepcopy(self._batch), [], None
         if self._store is not None:
-            stream = torch.cuda.ExternalStream(self._store.stream, device=self._device) if self._store.is_on_device else None
-            other._store = KvStore(self._store.config, stream=stream)
+            with self._store._current():  # a stream as a number is of the GPU that is current
+                other._store = KvStore(self._store.config, stream=self._store.stream)
             other._ids = [other._store.import_sequence(self._store.export_sequence(id)) for id in self._ids]
         return other
 
@@ -219,9 +219,10 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
                 pass
         # No failure is told to the next sequences.
         failure = None if self._store is None else self._look()
-        if failure is not None and self._failure is None:
-            warnings.warn(f"TierCache: a GPU kernel reported before reset(): {failure}", RuntimeWarning, stacklevel=2)
+        is_told = self._failure is not None
         self._forget()
+        if failure is not None and not is_told:
+            warnings.warn(f"TierCache: a GPU kernel reported before reset(): {failure}", RuntimeWarning, stacklevel=2)
 
     def check(self) -> None:
         """Raises what GPU kernels have reported of the tokens so far, as a later pass would. Waits for the GPU."""

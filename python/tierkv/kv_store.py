@@ -363,7 +363,9 @@ class KvStore(lib.Owner):
         if current.cuda_stream == self._stream:
             return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         # Memory that the other stream's work has left must not be written by this one's.
-        with torch.cuda.stream(torch.cuda.ExternalStream(self._stream, device=device)):
+        # ExternalStream(0) is not the default stream, but a new one.
+        stream = torch.cuda.ExternalStream(self._stream, device=device) if self._stream else torch.cuda.default_stream(device)
+        with torch.cuda.stream(stream):
             made = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         made.record_stream(current)
         return made

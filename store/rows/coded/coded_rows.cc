@@ -141,7 +141,7 @@ int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) cons
   double bytes = shape_.raw_block_bytes(kBlockTokens),
          room = static_cast<double>(sizes_.page_bytes);
   if (!is_raw_layer(layer)) {
-    const double bits = has_energies(config_) ? 2.0 : 3.4;
+    const double bits = has_head_scales(config_) ? 2.0 : 3.4;
     bytes = kTypicalOverhead + bits / 8 * kBlockTokens * shape_.head_dim;
     room *= kTypicalFill;
   }

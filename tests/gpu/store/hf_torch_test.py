@@ -119,6 +119,9 @@ class Generation(unittest.TestCase):
             self.assertLess(float(difference), BOUNDS["k8v4"], f"seed {SEED}")
             twin = copy.deepcopy(cache)
             self.assertEqual(twin._store._index, torch.cuda.current_device())
+            more = torch.randint(1, VOCABULARY, (1, 1), device="cuda")
+            self.assertLess(float((self.logits(twin, [more], dtype=dtype) - self.logits(cache, [more], dtype=dtype)).abs().max()), RAW, f"seed {SEED}")
+            twin.close()
             cache.reset()
 
     def test_left_padding(self):
