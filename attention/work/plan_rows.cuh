@@ -60,8 +60,8 @@ uint64_t most_cost(const RowsOf<kClasses>& rows) {
   return most * static_cast<uint64_t>(rows.num_rows);
 }
 
-// Of a layer; those behind them are read again. So many fit into the shared memory that every GPU
-// has for a CTA.
+// Rows of a layer that stay in shared memory; the others are read again. Compute capability 8.6 has
+// 99 KB for them.
 inline constexpr int32_t kKeptRows = 5120;
 inline constexpr int32_t kRowsAtOnce = 4;  // of a lane, whose tokens are asked for together
 

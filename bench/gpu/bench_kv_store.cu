@@ -40,6 +40,7 @@ std::shared_ptr<const Profile> make_profile() {
   row.query_trace = kDim;
   row.value_signal = kDim;
   profile->rows.assign(int64_t{kLayers} * kKvHeads, row);
+  profile->key_sensitivity.assign(profile->rows.size(), 1.0);  // heads alike: the usual steps
   return profile;
 }
 
@@ -53,11 +54,6 @@ StoreConfig make_config(const std::string& format, int32_t sequences, int32_t ma
   config.layout.dtype = DType::kBFloat16;
   config.rope = {Rope::plain(500000.0, kDim)};
   config.profile = make_profile();
-  if (format == "coded") {
-    CodedFormat coded;
-    coded.k = 0.55, coded.v = 0.5;  // as with head scales
-    config.format = coded;
-  }
   if (format == "tiers") {
     TierClass of;
     of.high = token_wise_tier(4, 4);

@@ -51,7 +51,8 @@ def plain_profile(shape: Shape) -> ProfileData:
     return ProfileData(model_id="random", num_layers=shape.layers, num_q_heads=shape.q_heads, num_kv_heads=shape.kv_heads,
                        head_dim=shape.head_dim, sm_scale=shape.head_dim**-0.5, key_mean=zeros, value_mean=zeros,
                        query_trace=np.full(rows, float(shape.head_dim)), value_signal=np.full(rows, float(shape.head_dim)),
-                       key_mean_before_rope=zeros, query_energy=np.ones(dims, np.float32), joint_sensitivity=1.0 + order)
+                       key_mean_before_rope=zeros, query_energy=np.ones(dims, np.float32), key_sensitivity=np.ones(rows),
+                       value_sensitivity=np.ones(rows), joint_sensitivity=1.0 + order)
 
 
 def store_config(shape: Shape, format: str, sequences: int, max_tokens: int, memory_bytes: int, dtype: str = "bfloat16") -> StoreConfig:

@@ -54,8 +54,8 @@ class Engine;
 // of 64 positions (docs/reference/format.md, "Weighted blocks"). Keys are quantised before RoPE.
 struct TKV_API CodedFormat {
   // k: the standard deviation of the error that key steps may cause in a logit. v: value steps as a
-  // fraction of the size of the token's value. Both at most 1024. 0: 0.55 and 0.5 with a profile's
-  // sensitivities, 0.33 and 0.28 without.
+  // fraction of the size of the token's value. Both at most 1024. 0: 0.55 and 0.5 with a profile
+  // that has query energies and sensitivities, 0.33 and 0.28 otherwise.
   double k = 0, v = 0;
   int32_t max_length = 10;       // bits of the longest code word, 8 to 14
   int32_t streams_per_lane = 2;  // 1 or 2
@@ -103,7 +103,7 @@ struct TKV_API StoreConfig {
   int32_t sink_tokens = 4;                 // 0 to 16
   int32_t window_tokens = 64;              // kMaxStepTokens to 4096
   // Everything that the store allocates for its sequences, at most 2^46. kOutOfRange with
-  // CodedFormat where more than 64 GiB would be pages.
+  // CodedFormat where more than 64 GiB would be pages, with ChannelFormat where 256 GiB would.
   int64_t memory_bytes = 0;
   int64_t page_bytes = 0;     // a multiple of 128, at most 1 MiB; 0: the format's choice
   int32_t max_sequences = 0;  // at once, at most 2^20
@@ -212,8 +212,9 @@ class TKV_API KvStore final {
   // in a CUDA graph. The captured calls count as made, and the graph's first launch makes them;
   // note_replay() comes before each further launch. A launch that is owed comes before any other
   // call of the store. Where it never comes, its sequences can only be released. Nothing else can
-  // be captured but attend. kInvalidArgument refuses a step of sequences whose layers differ (a
-  // chunk was given up), and a step of CodedFormat before a layer has its means and codebooks
+  // be captured but attend; in the capture of a step kUnsupported refuses it for other sequences
+  // than the step's. kInvalidArgument refuses a step of sequences whose layers differ (a chunk was
+  // given up), and a step of CodedFormat before a layer has its means and codebooks
   // (store/ENGINE.md).
   //
   // k, v, q and out are aligned to 16 bytes. Three kinds of attend() are slower and cannot be

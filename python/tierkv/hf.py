@@ -11,7 +11,7 @@ A prompt is attended to by torch's own attention and compressed layer by layer; 
 later turn of more than 8 tokens decodes what the cache holds, one layer at a time, and is then compressed itself. Models: the types
 that _hf_models.py names, without sliding windows, in transformers 5.17 or later. Batches are padded on the left.
 
-A model on a GPU is served on one GPU and stream, those of the first token; a model on the CPU is served slowly.
+A model on a GPU is served on one GPU and stream, those of the first token since reset(); a model on the CPU is served slowly.
 """
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from typing import Any, List, Optional, Tuple, Union
 import numpy as np
 
 from . import _library as lib
-from ._arrays import DTYPES
 from ._hf_batch import Batch, Moves, groups
 from ._hf_models import check_model, profile_rope
+from ._hf_step import Step, dense, in_dtype_of, store_tokens
 from .errors import ArgumentTypeError, InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
-from .kv_store import ChannelFormat, CodedFormat, KvStore, StoreConfig, TiersFormat, _ids, preset
+from .kv_store import ChannelFormat, CodedFormat, KvStore, StoreConfig, TiersFormat, preset
 from .profile import Profile, read_profile
 from .prompt import significance
 
@@ -47,38 +47,6 @@ STEPS_BETWEEN_LOOKS = 16  # the cache asks for failures of kernels so seldom bec
 Tensor = Any
 
 
-class _Step:
-    """append() and attend() of a store for each layer of a pass of few tokens; what the layers share is laid out once."""
-
-    def __init__(self, store: KvStore, ids: List[int], tokens: int, count_query: bool, device: Any) -> None:
-        array, count = _ids(ids)
-        c = store.config
-        self._store, self._dtype, self._device, self._is_one = store, getattr(torch, c.dtype), device, tokens == 1
-        self._q_shape, self._k_shape = ((count, heads, tokens, c.head_dim) for heads in (c.num_q_heads, c.num_kv_heads))
-        self._append = lib.KvAppendCall(sequences=array, num_sequences=count, tokens=tokens)
-        self._attend = lib.KvAttendCall(sequences=array, num_sequences=count, q_len=tokens, dtype=DTYPES[c.dtype], count_query=count_query)
-
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As TierCache._attend(). Tensors may go once the call returns: on the same stream, memory is used again behind the kernels."""
-        if q.shape != self._q_shape or k.shape != self._k_shape or v.shape != self._k_shape:
-            raise InvalidArgumentError(f"TierCache: layer {layer} has other heads than the first")
-        if q.device != self._device or k.device != self._device or v.device != self._device:
-            raise ArgumentTypeError(f"TierCache: layer {layer} is not on {self._device}, where the first token was")
-        # One token lies in memory as a store takes it.
-        given = _in_type if self._is_one else _given
-        dtype, q, k, v = q.dtype, given(q), given(k), given(v)
-        if q.dtype != self._dtype or k.dtype != self._dtype or v.dtype != self._dtype:
-            raise ArgumentTypeError(f"TierCache: layer {layer} is not of {self._dtype}, as the first token was")
-        append, attend, out = self._append, self._attend, torch.empty_like(q)
-        append.layer, append.k, append.v = layer, k.data_ptr(), v.data_ptr()
-        attend.layer, attend.q, attend.out = layer, q.data_ptr(), out.data_ptr()
-        self._store._call("tkv_kv_append", append)
-        self._store._call("tkv_kv_attend", attend)
-        if self._is_one:
-            out = out.transpose(1, 2)
-        return out if dtype == self._dtype else out.to(dtype)
-
-
 @dataclass
 class _Pass:
     """A forward pass: what all of its layers share."""
@@ -87,7 +55,7 @@ class _Pass:
     seen: List[int]  # tokens before them
     opened: bool  # this pass has added the sequences
     batch: Batch  # replaces the cache's when the last layer has run
-    step: Optional[_Step] = None
+    step: Optional[Step] = None
     layer: int = 0  # that comes next
 
 
@@ -345,7 +313,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             self._drop_pass()
             raise
         if is_step:
-            self._pass.step = _Step(self.store, self._ids, tokens, self._stride > 0, self._device)
+            self._pass.step = Step(self.store, self._ids, tokens, self._stride > 0, self._device)
 
     def _drop_pass(self) -> None:
         """Takes back what a pass that did not end has done to the store."""
@@ -377,9 +345,9 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             at = slice(None) if len(rows) == len(self._ids) else rows
             scores = None
             if self._stride and n > 1:
-                found = [significance(_tokens(q[i, :, -n:]), _tokens(k[i, :, -n:]), stride=self._stride, sm_scale=scaling) for i in rows]
+                found = [significance(store_tokens(q[i, :, -n:]), store_tokens(k[i, :, -n:]), stride=self._stride, sm_scale=scaling) for i in rows]
                 scores = torch.stack(found) if q.is_cuda else np.stack(found)
-            self.store.append([self._ids[i] for i in rows], layer, _given(k[at, :, -n:]), _given(v[at, :, -n:]), significance=scores)
+            self.store.append([self._ids[i] for i in rows], layer, dense(k[at, :, -n:]), dense(v[at, :, -n:]), significance=scores)
 
     def _attend_raw(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Many tokens over what the store holds, decoded, and over themselves."""
@@ -394,12 +362,12 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             queries, keys, values = (x[i:i + 1, :, -n:] for x in (q, k, v))
             if past:
                 stored = self.store.decode_range(self._ids[i], layer, 0, past)
-                keys, values = (torch.cat([_like(old, new).transpose(0, 1)[None], new], 2) for old, new in zip(stored, (keys, values)))
+                keys, values = (torch.cat([in_dtype_of(new, old).transpose(0, 1)[None], new], 2) for old, new in zip(stored, (keys, values)))
             out[i, -n:] = _sdpa(queries, keys, values, scaling, None)[0]
         return out
 
     def _fit(self, config: Any, q: Tensor, k: Tensor, scaling: float) -> None:
-        """Makes the store of a model, unless there is one. InvalidArgumentError where the cache holds tokens of another model."""
+        """Makes the store of a model, unless there is one. InvalidArgumentError where the cache holds tokens of another."""
         rope = check_model(config, q.shape[3])
         stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
         dtype = "bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16"
@@ -407,7 +375,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
                  dtype, q.device, stream and stream.cuda_stream)
         if self._store is not None and (shape != self._shape or q.shape[0] > self._store.config.max_sequences):
             if self._ids:
-                raise InvalidArgumentError("TierCache: the cache holds tokens of another model; reset() empties it")
+                raise InvalidArgumentError("TierCache: the cache holds tokens of another model, dtype, GPU or stream; reset() empties it")
             self.close()
         if self._store is None:
             if self._profile is not None and self._profile.rope is not None:
@@ -478,31 +446,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Optional[Tenso
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, scale=scale,
                                                            enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).contiguous()
-
-
-def _tokens(x: Tensor) -> Any:
-    """[heads, tokens, head_dim] as [tokens, heads, head_dim], for a store: on the CPU in fp16."""
-    x = x.transpose(0, 1)
-    return x if x.is_cuda else x.float().numpy()
-
-
-def _given(x: Tensor) -> Tensor:
-    """[batch, heads, tokens, head_dim] as a store takes it: dense [batch, tokens, heads, head_dim], on the CPU in fp16. OutOfRangeError."""
-    return _in_type(x.transpose(1, 2))
-
-
-def _in_type(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    if x.is_cuda or x.dtype == torch.float16:
-        return x
-    half = x.half()
-    if bool((half.isinf() & x.isfinite()).any()):
-        raise OutOfRangeError("TierCache: a key or value beyond fp16")
-    return half
-
-
-def _like(x: Any, like: Tensor) -> Tensor:
-    return (x if isinstance(x, torch.Tensor) else torch.from_numpy(x)).to(like.dtype)
 
 
 # torch.compile leaves them as they are: they call the library.

@@ -20,8 +20,8 @@ from .profile import PAIRINGS, ProfileData, Rope, frequencies, profile_struct, r
 class CodedFormat:
     """Entropy-coded weighted steps: a step per row, an exponent per token, Huffman codes."""
 
-    k: float = 0.0  # deviation of a logit that key steps aim at; 0: 0.55, without a profile's sensitivities 0.33
-    v: float = 0.0  # share of a token that value steps are; 0: 0.5, without them 0.28
+    k: float = 0.0  # deviation of a logit that key steps aim at; 0: 0.55, without a profile of energies and sensitivities 0.33
+    v: float = 0.0  # share of a token that value steps are; 0: 0.5, without one 0.28
     max_length: int = 10  # bits of the longest code word, 8 to 14
     streams_per_lane: int = 2  # or 1
     key_books: int = 1  # codebooks of a layer's keys, 1 to 4

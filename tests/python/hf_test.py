@@ -302,8 +302,8 @@ class Generation(unittest.TestCase):
                 if fails and args[1] == 1:
                     raise tierkv.OutOfPagesError("as if")
                 return attend(*args)
-            step = tierkv.hf._Step.run
-            TierCache._attend_raw, tierkv.hf._Step.run = failing, lambda now, layer, *x: failing(now, layer, *x) if fails and layer == 1 else step(now, layer, *x)
+            step = tierkv.hf.Step.run
+            TierCache._attend_raw, tierkv.hf.Step.run = failing, lambda now, layer, *x: failing(now, layer, *x) if fails and layer == 1 else step(now, layer, *x)
             try:
                 with self.assertRaises(tierkv.OutOfPagesError):
                     self.logits(cache, [more])
@@ -311,7 +311,7 @@ class Generation(unittest.TestCase):
                 fails.clear()
                 self.assert_near(self.logits(cache, [more]), self.logits(other, [ids, more])[1:], 1e-5)
             finally:
-                TierCache._attend_raw, tierkv.hf._Step.run = attend, step
+                TierCache._attend_raw, tierkv.hf.Step.run = attend, step
 
     def assert_undone(self, keys, rope):
         """keys [tokens, head_dim] of one token at all positions are equal before RoPE."""

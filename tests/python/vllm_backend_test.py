@@ -317,8 +317,8 @@ class Specs(unittest.TestCase):
         self.assertEqual(b.get_preferred_block_size(16), 64)
         self.assertFalse(b.supports_sliding_window() or b.supports_sink() or b.is_mla())
         self.assertEqual(b.get_builder_cls().get_cudagraph_support(None, None), AttentionCGSupport.UNIFORM_BATCH)
-        hopper, turing = types.SimpleNamespace(major=9, minor=0), types.SimpleNamespace(major=7, minor=5)
-        for head_dim, device, window, count in ((128, hopper, False, 0), (128, turing, False, 1), (80, hopper, True, 2)):
+        hopper, ada = types.SimpleNamespace(major=9, minor=0), types.SimpleNamespace(major=8, minor=9)
+        for head_dim, device, window, count in ((128, hopper, False, 0), (128, ada, False, 1), (80, hopper, True, 2)):
             asked = AttentionSelectorConfig(head_dim, torch.bfloat16, "auto", 64, has_sliding_window=window)._asdict()
             reasons = b.validate_configuration(device_capability=device, **asked)
             self.assertEqual(len(reasons), count, reasons)

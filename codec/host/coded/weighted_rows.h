@@ -73,7 +73,8 @@ Status dequantize_weighted(const WeightedRow& row, Component component,
 struct StepSizes {
   double k, v;
 };
-inline constexpr StepSizes kProfileSteps = {0.55, 0.5}, kOwnSteps = {0.33, 0.28};  // the defaults
+// The defaults: with head scales, and without.
+inline constexpr StepSizes kProfileSteps = {0.55, 0.5}, kOwnSteps = {0.33, 0.28};
 
 // How steps and means are found. Everything is optional but head_dim, k and v.
 struct WeightedFit {

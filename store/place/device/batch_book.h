@@ -46,7 +46,7 @@ class BatchBook {
   bool has_step(const std::vector<int32_t>& slots) const {
     return now().slots == slots && now().step_tokens > 0;
   }
-  // Whether a step of other sequences has.
+  // Whether a step of other sequences has begun and no other call since.
   bool has_other_step(const std::vector<int32_t>& slots) const {
     return now().slots != slots && now().step_tokens > 0;
   }

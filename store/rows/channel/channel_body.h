@@ -15,6 +15,7 @@ namespace tierkv::store {
 
 struct ChannelBody {
   static constexpr int32_t kUnit = 16;
+  static constexpr int32_t kBlockUnit = 128;  // bytes, that ids of blocks on a device count
 
   ChannelLayout layout{};
   int32_t num_kv_heads = 0;

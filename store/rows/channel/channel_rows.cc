@@ -52,7 +52,7 @@ Status ChannelRows::prepare() {
   });
   if (!slots) return slots.status();
   body_.page_bytes = sizes_.page_bytes;
-  sizes_.most_pages = INT32_MAX / (sizes_.page_bytes / 128);  // ids of blocks on a device
+  sizes_.most_pages = INT32_MAX / (sizes_.page_bytes / ChannelBody::kBlockUnit);
   sizes_.table.num_sides = 1;
   sizes_.table.tokens_per_page[0] = static_cast<int32_t>(sizes_.page_bytes / ChannelBody::kUnit);
   sizes_.table.table_slots[0] = *slots;

@@ -15,7 +15,7 @@ struct ChannelBodies {
   const uint8_t* base = nullptr;
   int32_t num_pages = 0;
   int32_t num_kv_heads = 1;
-  int32_t page_units = 0, block_units = 0;  // of kBlockUnit; raw blocks too
+  int32_t page_units = 0, block_units = 0;  // of ChannelBody::kBlockUnit; raw blocks too
   Divisor per_page;                         // blocks
   bool is_raw = false;
   int32_t sinks = 0;
@@ -25,7 +25,6 @@ struct ChannelBodies {
   const int32_t* slots = nullptr;  // [entries]
   const LayerTokens* at = nullptr;
 
-  static constexpr int32_t kBlockUnit = 128;
   struct Row {
     const int32_t* line;
     int32_t kv_head;
@@ -44,7 +43,7 @@ struct ChannelBodies {
     return page * page_units + static_cast<int32_t>(number - slot * per_page.value()) * block_units;
   }
   TKV_HD const uint8_t* block(int32_t id) const {
-    return base + static_cast<int64_t>(id) * kBlockUnit;
+    return base + static_cast<int64_t>(id) * ChannelBody::kBlockUnit;
   }
   TKV_HD const uint8_t* raw_tile(Row row, Component c, int32_t tile) const {
     const int32_t tiles = layout.tiles(), id = block_id(row, tile / tiles);
@@ -91,8 +90,8 @@ inline ChannelBodies bodies_of(const DeviceStoreView& view, const ChannelBody& b
   b.base = view.pages.base;
   b.num_pages = pages.shape.num_pages;
   b.num_kv_heads = view.num_kv_heads;
-  b.page_units = static_cast<int32_t>(body.page_bytes / ChannelBodies::kBlockUnit);
-  b.block_units = body.block_bytes(is_raw) / ChannelBodies::kBlockUnit;
+  b.page_units = static_cast<int32_t>(body.page_bytes / ChannelBody::kBlockUnit);
+  b.block_units = body.block_bytes(is_raw) / ChannelBody::kBlockUnit;
   b.per_page = Divisor(body.per_page(is_raw));
   b.is_raw = is_raw;
   b.sinks = view.laws.sink_tokens;

@@ -40,12 +40,11 @@ Status check_format(const CodedFormat& f) {
   return Status::ok();
 }
 
-bool has_energies(const StoreConfig& config) {
-  return config.profile != nullptr && !config.profile->rows[0].query_energy.empty();
-}
 // Default steps of a profile belong to head scales.
 bool has_head_scales(const StoreConfig& config) {
-  return has_energies(config) && !config.profile->key_sensitivity.empty();
+  const Profile* profile = config.profile.get();
+  return profile != nullptr && !profile->rows[0].query_energy.empty() &&
+         !profile->key_sensitivity.empty();
 }
 
 }  // namespace

@@ -23,7 +23,8 @@ CodedModel::CodedModel(const StoreConfig& config)
   }
   const auto& format = std::get<CodedFormat>(config.format);
   unit_ = format.unit_tokens;
-  const bool scales = config.profile != nullptr && !config.profile->key_sensitivity.empty();
+  const bool scales = config.profile != nullptr && !config.profile->key_sensitivity.empty() &&
+                      !config.profile->rows[0].query_energy.empty();
   k_ = format.k != 0 ? format.k : scales ? 0.55 : 0.33;
   v_ = format.v != 0 ? format.v : scales ? 0.5 : 0.28;
   for (int32_t l = 0; l < config.layout.num_layers && !config.rope.empty(); ++l) {

@@ -69,6 +69,9 @@ std::shared_ptr<const Profile> random_profile(const CacheLayout& layout,
     row.value_scale = 0.5 + static_cast<double>(uniform(*rng));
     profile->rows.push_back(row);
   }
+  if (uniform(*rng) < 0.2f) {
+    for (RowProfile& row : profile->rows) row.query_energy.clear();
+  }
   if (uniform(*rng) < 0.5f) profile->key_sensitivity.assign(profile->rows.size(), 1.0);
   return profile;
 }
