@@ -119,34 +119,31 @@ TKV_HD constexpr int32_t raw_tile_byte(int32_t head_dim, Component c, int32_t t,
   return t / kTileTokens * tile.bytes() + at.byte + at.bit / 8;
 }
 
-// The raw memory of a row, fp16: the ring as tiles of 16 tokens in the order of the tensor cores'
-// fragments, first those of keys, then of values (position p at index p % ring_tokens); sinks token
-// by token, keys, then values; a RawScore for each index of the ring. Offsets in bytes.
+// The raw memory of a row: its tokens in fp16, [head_dim] each, first all keys, then all values;
+// then a RawScore for each index of the ring. A sink has the place of its position; the ring is
+// behind the sinks, position p at index p % ring_tokens. Offsets in bytes.
 struct RawLayout {
   int32_t head_dim = 0;
-  int32_t ring_tokens = 0;
-  int32_t value_ring = 0;
-  int32_t sinks = 0;
-  int32_t value_sinks = 0;
+  int32_t sink_tokens = 0, ring_tokens = 0;
+  int32_t values = 0;
   int32_t scores = 0;
   int32_t row_bytes = 0;  // a multiple of 128
 
   RawLayout() = default;
   RawLayout(const TokenLaws& laws, int32_t dim)
       : head_dim(dim),
+        sink_tokens(laws.sink_tokens),
         ring_tokens(laws.ring_tokens),
-        value_ring(laws.ring_tokens * dim * 2),
-        sinks(2 * value_ring),
-        value_sinks(sinks + laws.sink_tokens * dim * 2),
-        scores(value_sinks + laws.sink_tokens * dim * 2),
+        values((laws.sink_tokens + laws.ring_tokens) * dim * 2),
+        scores(2 * values),
         row_bytes(static_cast<int32_t>(round_up(scores + 8 * laws.ring_tokens, 128))) {}
 
-  TKV_HD constexpr int32_t ring_byte(Component c, int32_t position, int32_t dim) const {
-    return (c == Component::kKey ? 0 : value_ring) +
-           raw_tile_byte(head_dim, c, position % ring_tokens, dim);
+  TKV_HD constexpr int32_t place(int32_t position) const {
+    return position < sink_tokens ? position : sink_tokens + position % ring_tokens;
   }
-  TKV_HD constexpr int32_t sink_byte(Component c, int32_t position, int32_t dim) const {
-    return (c == Component::kKey ? sinks : value_sinks) + (position * head_dim + dim) * 2;
+  // A token's first element.
+  TKV_HD constexpr int32_t token_byte(Component c, int32_t position) const {
+    return (c == Component::kKey ? 0 : values) + place(position) * head_dim * 2;
   }
   TKV_HD constexpr int32_t score_byte(int32_t position) const {
     return scores + position % ring_tokens * 8;

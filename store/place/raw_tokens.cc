@@ -5,27 +5,6 @@
 #include <string>
 
 namespace tierkv::store {
-namespace {
-
-// each(dim, its byte in the row). Dim blocks are alike, so places are found for one of them.
-template <class Each>
-void for_elements(const RawRows& rows, Component c, int32_t position, const Each& each) {
-  const RawLayout& layout = rows.raw;
-  const auto byte_of = [&](int32_t dim) {
-    return position < rows.laws.sink_tokens ? layout.sink_byte(c, position, dim)
-                                            : layout.ring_byte(c, position, dim);
-  };
-  int32_t bytes[kDimBlock];
-  for (int32_t d = 0; d < kDimBlock; ++d) bytes[d] = byte_of(d);
-  const int32_t apart = byte_of(kDimBlock) - bytes[0];
-  for (int32_t first = 0; first < layout.head_dim; first += kDimBlock) {
-    for (int32_t d = 0; d < kDimBlock; ++d) {
-      each(first + d, bytes[d] + first / kDimBlock * apart);
-    }
-  }
-}
-
-}  // namespace
 
 Status check_chunk(const Chunk& chunk, int32_t head_dim, RowOfCall rows, int32_t first) {
   const int64_t per_token = int64_t{rows.num_kv_heads} * head_dim;
@@ -59,15 +38,11 @@ Status check_chunk(const Chunk& chunk, int32_t head_dim, RowOfCall rows, int32_t
 
 void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position,
                const void* token) {
-  for_elements(rows, c, position, [&](int32_t dim, int32_t byte) {
-    std::memcpy(row + byte, static_cast<const uint8_t*>(token) + 2 * dim, 2);
-  });
+  std::memcpy(row + rows.raw.token_byte(c, position), token, size_t{2} * rows.raw.head_dim);
 }
 
 void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position, void* token) {
-  for_elements(rows, c, position, [&](int32_t dim, int32_t byte) {
-    std::memcpy(static_cast<uint8_t*>(token) + 2 * dim, row + byte, 2);
-  });
+  std::memcpy(token, row + rows.raw.token_byte(c, position), size_t{2} * rows.raw.head_dim);
 }
 
 void write_score(const RawRows& rows, uint8_t* row, int32_t position, RawScore score) {

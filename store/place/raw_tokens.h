@@ -81,7 +81,7 @@ struct RawTokens {
   // fp16. The position is in the ring or in the chunk.
   TKV_HD uint16_t half_at(Component c, int32_t position, int32_t dim) const {
     if (position < held) {
-      return *reinterpret_cast<const uint16_t*>(raw + layout.ring_byte(c, position, dim));
+      return reinterpret_cast<const uint16_t*>(raw + layout.token_byte(c, position))[dim];
     }
     const uint16_t x =
         (c == Component::kKey ? k : v)[(position - held) * token_stride + int64_t{dim}];

@@ -102,6 +102,16 @@ struct DecodedWarp : RawWarp<kHeadDim> {
     shared.pruned[token] = d.pruned[row + first - d.first + token] != 0;
   }
 
+  // As ldmatrix has keys.
+  __device__ __forceinline__ Queries load_queries(int32_t first_column) {
+    return Base::load_queries(first_column, [this](const uint16_t* q, uint32_t(&x)[kBlocks][2]) {
+#pragma unroll
+      for (int32_t i = 0; i < 2 * kBlocks; ++i) {
+        x[i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(q + 8 * i + 2 * t);
+      }
+    });
+  }
+
   // Logits of 16 tokens, `token` of the tile at position `first` on, as score_item() has them, for
   // kCount sets of columns.
   template <int kCount>

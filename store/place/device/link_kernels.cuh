@@ -104,9 +104,8 @@ __device__ __forceinline__ void move_raw(const LinkCall& c, const LinkLayer& lay
   for (int32_t i = thread; i < (sinks + ring) * 2 * dim; i += step) {
     const int32_t token = i / (2 * dim), d = i % dim;
     const auto component = static_cast<Component>(i / dim % 2);
-    const int32_t byte = token < sinks ? c.raw.sink_byte(component, token, d)
-                                       : c.raw.ring_byte(component, first + token - sinks, d);
-    auto* const held = reinterpret_cast<uint16_t*>(row + byte);
+    const int32_t position = token < sinks ? token : first + token - sinks;
+    auto* const held = reinterpret_cast<uint16_t*>(row + c.raw.token_byte(component, position)) + d;
     uint16_t* const sent = reinterpret_cast<uint16_t*>(part) + i;
     const uint16_t x = c.comes ? *sent : *held;
     *(c.comes ? held : sent) = x;

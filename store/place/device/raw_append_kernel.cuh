@@ -33,6 +33,11 @@ __device__ __forceinline__ uint16_t checked_half(DType dtype, uint32_t bits, Sta
   return static_cast<uint16_t>((half & 0x8000u) | 0x7bffu);
 }
 
+__device__ __forceinline__ uint32_t checked_pair(DType dtype, uint32_t bits, StatusCode* code) {
+  const uint32_t low = checked_half(dtype, bits & 0xffffu, code);
+  return low | static_cast<uint32_t>(checked_half(dtype, bits >> 16, code)) << 16;
+}
+
 // The chunk's element 0 of a token of a row.
 __device__ __forceinline__ int64_t chunk_element(const RawAppendCall& c, int32_t row,
                                                  int32_t token) {
@@ -71,21 +76,6 @@ __device__ __forceinline__ RawScore score_of(const RawAppendCall& c, int32_t row
     return {};
   }
   return chunk_score(x, c.chunk.tokens - 1 - token);
-}
-
-__device__ __forceinline__ void write_pair(const RawAppendCall& c, uint8_t* row, Component comp,
-                                           int32_t position, int32_t dim, uint32_t low,
-                                           uint32_t high) {
-  const bool sink = position < c.laws.sink_tokens;
-  const int32_t at =
-      sink ? c.raw.sink_byte(comp, position, dim) : c.raw.ring_byte(comp, position, dim);
-  if (sink || comp == Component::kKey) {  // neighbours in a word
-    *reinterpret_cast<uint32_t*>(row + at) = low | high << 16;
-    return;
-  }
-  *reinterpret_cast<uint16_t*>(row + at) = static_cast<uint16_t>(low);
-  *reinterpret_cast<uint16_t*>(row + c.raw.ring_byte(comp, position, dim + 1)) =
-      static_cast<uint16_t>(high);
 }
 
 // What score_of() finds in the row's whole chunk, by all CTAs of the row.
@@ -151,12 +141,11 @@ inline __global__ void __launch_bounds__(kAppendThreads)
         if (at >= count * pairs) break;
         const int32_t position = first + begin + at / pairs;
         if (!is_kept(position)) continue;
-        const uint32_t x[4] = {checked_half(c.chunk.dtype, k[i] & 0xffffu, &code),
-                               checked_half(c.chunk.dtype, k[i] >> 16, &code),
-                               checked_half(c.chunk.dtype, v[i] & 0xffffu, &code),
-                               checked_half(c.chunk.dtype, v[i] >> 16, &code)};
-        write_pair(c, raw, Component::kKey, position, at % pairs * 2, x[0], x[1]);
-        write_pair(c, raw, Component::kValue, position, at % pairs * 2, x[2], x[3]);
+        uint8_t* const to_key = raw + c.raw.token_byte(Component::kKey, position);
+        uint8_t* const to_value = raw + c.raw.token_byte(Component::kValue, position);
+        reinterpret_cast<uint32_t*>(to_key)[at % pairs] = checked_pair(c.chunk.dtype, k[i], &code);
+        reinterpret_cast<uint32_t*>(to_value)[at % pairs] =
+            checked_pair(c.chunk.dtype, v[i], &code);
       }
     }
     if (thread < count) {
@@ -190,10 +179,10 @@ inline __global__ void __launch_bounds__(kAppendThreads)
       (static_cast<int64_t>(position - c.origin) * c.num_kv_heads + kv_head) * c.raw.head_dim + dim;
   for (const Component comp : {Component::kKey, Component::kValue}) {
     uint16_t* x = comp == Component::kKey ? c.k : c.v;
+    const auto* const token =
+        reinterpret_cast<const uint16_t*>(raw + c.raw.token_byte(comp, position)) + dim;
     for (int32_t d = 0; d < 2; ++d) {
-      const int32_t at = position < c.laws.sink_tokens ? c.raw.sink_byte(comp, position, dim + d)
-                                                       : c.raw.ring_byte(comp, position, dim + d);
-      const uint16_t half = *reinterpret_cast<const uint16_t*>(raw + at);
+      const uint16_t half = token[d];
       x[to + d] = c.dtype == DType::kFloat16 ? half : float_to_bfloat16(half_to_float(half));
     }
   }

@@ -5,7 +5,9 @@
 // their RawScores when all is joined: the scores of the first tiles are kept for that, those of the
 // others are computed again.
 //
-// Tiles of the ring lie in memory as operands of mma.m16n8k16: a lane's loads are registers of it.
+// Tokens lie one behind the other. A lane loads 16 bytes of a key or value and takes them for its
+// part of an operand of mma.m16n8k16: which dims an operand has is free, if queries and outputs
+// have the same. Operands of values need two tokens in a word, so a lane loads both.
 // Bound: the bytes of the ring, 40 KB a row of head_dim 128 with 80 tokens.
 #pragma once
 
@@ -29,8 +31,8 @@ inline constexpr float kHeadroom = 8.0f;         // of references: probabilities
 
 template <int32_t kHeadDim>
 struct RawAttendShared {
-  static constexpr int32_t kStride = kHeadDim + 4;  // no bank conflicts between columns
-  float out[kAttendWarps][kRawColumns][kStride];
+  static constexpr int32_t kStride = kHeadDim + 8;  // four columns meet in no bank
+  alignas(16) float out[kAttendWarps][kRawColumns][kStride];
   SoftmaxState states[kAttendWarps][kRawColumns];
 };
 struct RawCountShared {
@@ -72,7 +74,7 @@ struct Column {
 // What a warp does of a row.
 template <int32_t kHeadDim>
 struct RawWarp {
-  static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
+  static constexpr int32_t kBlocks = kHeadDim / kDimBlock, kTokenBytes = 2 * kHeadDim;
   const RawAttendCall& c;
   const RawRow r = raw_row(c);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
@@ -128,21 +130,23 @@ struct RawWarp {
     q.factor[1] = c.sm_scale * kLog2E * __shfl_sync(kFullWarp, scale, 8 * t + 4);
   }
 
-  __device__ __forceinline__ Queries load_queries(int32_t first_column) {
+  // load(column, words) loads a column's operands.
+  template <class Load>
+  __device__ __forceinline__ Queries load_queries(int32_t first_column, const Load& load) {
     Queries q;
     const Column column = column_at(first_column + lane / 4);
-    const uint16_t* from = c.q + line_of(column) * c.raw.head_dim + 2 * t;
+#pragma unroll
+    for (int32_t b = 0; b < kBlocks; ++b) q.words[b][0] = q.words[b][1] = 0;
+    if (column.is_real) load(c.q + line_of(column) * kHeadDim, q.words);
     const uint32_t exponent = c.dtype == DType::kFloat16 ? 0x7c00u : 0x7f80u;
     bool is_finite = true;
 #pragma unroll
     for (int32_t b = 0; b < kBlocks; ++b) {
 #pragma unroll
       for (int32_t w = 0; w < 2; ++w) {
-        uint32_t word = 0;
-        if (column.is_real) word = *reinterpret_cast<const uint32_t*>(from + kDimBlock * b + 8 * w);
+        const uint32_t word = q.words[b][w];
         is_finite &= (word & exponent) != exponent;
         is_finite &= (word >> 16 & exponent) != exponent;
-        q.words[b][w] = word;
       }
     }
     if (!is_finite) report_fault(c.fault, {StatusCode::kNonFinite, r.slot, c.layer, r.kv_head});
@@ -151,56 +155,70 @@ struct RawWarp {
     q.position[1] = position_of(column_at(first_column + 2 * t + 1).query);
     return q;
   }
-
-  // Operands of a tile of the ring: 16 bytes a lane for each block of dims.
-  __device__ __forceinline__ void load_tile(Component comp, int32_t tile,
-                                            uint32_t (&x)[kBlocks][4]) {
-    const int32_t index = tile % (c.raw.ring_tokens / kTileTokens);
-    const uint8_t* from = r.bytes + (comp == Component::kKey ? 0 : c.raw.value_ring) +
-                          static_cast<int64_t>(index) * kBlocks * 512 + lane * 16;
+  __device__ __forceinline__ Queries load_queries(int32_t first_column) {
+    return load_queries(first_column, [this](const uint16_t* q, uint32_t(&x)[kBlocks][2]) {
 #pragma unroll
-    for (int32_t b = 0; b < kBlocks; ++b) {
-      const uint4 word = *reinterpret_cast<const uint4*>(from + b * 512);
-      x[b][0] = word.x, x[b][1] = word.y, x[b][2] = word.z, x[b][3] = word.w;
-    }
+      for (int32_t b = 0; b < kBlocks; b += 2) {
+        const uint4 word = *reinterpret_cast<const uint4*>(q + b * kDimBlock + 8 * t);
+        x[b][0] = word.x, x[b][1] = word.y, x[b + 1][0] = word.z, x[b + 1][1] = word.w;
+      }
+    });
   }
 
-  // Loads the sinks, which lie token by token; tokens behind the last are its copies.
-  __device__ __forceinline__ void load_sinks(Component comp, uint32_t (&x)[kBlocks][4]) {
-    const auto words = [&](int32_t token, int32_t dim) {
-      const int32_t at = c.raw.sink_byte(comp, least(token, r.sinks - 1), dim + 2 * t);
-      return *reinterpret_cast<const uint32_t*>(r.bytes + at);
-    };
+  // The place of an item's first token. Item -1 of a row with sinks is theirs; others are tiles of
+  // the ring. Behind the tokens of an item there may be any others, of weight zero.
+  __device__ __forceinline__ int32_t place_of(int32_t item) const {
+    if (item < 0) return 0;
+    return c.raw.sink_tokens +
+           (r.first_tile + item) % (c.raw.ring_tokens / kTileTokens) * kTileTokens;
+  }
+
+  // Keys as operands, of the dims that queries have.
+  __device__ __forceinline__ void load_keys(int32_t item, uint32_t (&x)[kBlocks][4]) const {
+    const uint8_t* from = r.bytes + (place_of(item) + g) * kTokenBytes + 16 * t;
 #pragma unroll
-    for (int32_t b = 0; b < kBlocks; ++b) {
+    for (int32_t b = 0; b < kBlocks; b += 2) {
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        const int32_t dim = kDimBlock * b + 8 * half;
-        const uint32_t low = words(g, dim), high = r.sinks > 8 ? words(g + 8, dim) : low;
-        if (comp == Component::kKey) {
-          x[b][2 * half] = low, x[b][2 * half + 1] = high;
-        } else {
-          x[b][half] = transpose_8x8(low), x[b][half + 2] = transpose_8x8(high);
-        }
+        const uint4 word =
+            *reinterpret_cast<const uint4*>(from + 8 * half * kTokenBytes + b * kDimBlock * 2);
+        x[b][half] = word.x, x[b][half + 2] = word.y;
+        x[b + 1][half] = word.z, x[b + 1][half + 2] = word.w;
+      }
+    }
+  }
+  // Values for value_fragments(): of tokens 2t, 2t + 1, 2t + 8 and 2t + 9, two dims each, in x[f].
+  __device__ __forceinline__ void load_values(int32_t item, uint32_t (&x)[kBlocks][4]) const {
+    const uint8_t* from = r.bytes + c.raw.values + (place_of(item) + 2 * t) * kTokenBytes;
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      const uint8_t* const token = from + (i % 2 + i / 2 * 8) * kTokenBytes;
+#pragma unroll
+      for (int32_t b = 0; b + 4 <= kBlocks; b += 4) {
+        const uint4 word = *reinterpret_cast<const uint4*>(token + b * kDimBlock * 2 + 16 * g);
+        x[b][i] = word.x, x[b + 1][i] = word.y, x[b + 2][i] = word.z, x[b + 3][i] = word.w;
+      }
+      if constexpr (kBlocks % 4 == 2) {
+        const uint2 word =
+            *reinterpret_cast<const uint2*>(token + (kBlocks - 2) * kDimBlock * 2 + 8 * g);
+        x[kBlocks - 2][i] = word.x, x[kBlocks - 1][i] = word.y;
       }
     }
   }
 
-  // Item -1 of a row with sinks is theirs.
-  __device__ __forceinline__ void load_item(Component comp, int32_t item,
-                                            uint32_t (&x)[kBlocks][4]) {
-    if (item < 0) {
-      load_sinks(comp, x);
-    } else {
-      load_tile(comp, r.first_tile + item, x);
-    }
-  }
-
-  // A loaded tile, for score_tile() and add_tile().
-  __device__ __forceinline__ static auto fragments(const uint32_t (&x)[kBlocks][4]) {
+  // Loaded keys and values, for score_tile() and add_tile().
+  __device__ __forceinline__ static auto key_fragments(const uint32_t (&x)[kBlocks][4]) {
     return [&x](int b, uint32_t(&a)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = x[b][i];
+    };
+  }
+  __device__ __forceinline__ static auto value_fragments(const uint32_t (&x)[kBlocks][4]) {
+    return [&x](int b, uint32_t(&a)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        a[i] = low_halves(x[b][i], x[b][i + 1]), a[i + 1] = high_halves(x[b][i], x[b][i + 1]);
+      }
     };
   }
 
@@ -210,7 +228,7 @@ struct RawWarp {
                                              const uint32_t (&k)[kBlocks][4], float (&s)[4]) {
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) s[i] = 0;
-    score_tile(q.words, fragments(k), s);
+    score_tile(q.words, key_fragments(k), s);
     const bool sinks = item < 0;
     const int32_t base = sinks ? 0 : (r.first_tile + item) * kTileTokens;
     const int32_t first = sinks ? 0 : r.first, end = sinks ? r.sinks : r.at.tokens;
@@ -239,13 +257,12 @@ struct RawWarp {
     p[0] = transpose_8x8(pack_halves(s[0], s[1]));
     p[1] = transpose_8x8(pack_halves(s[2], s[3]));
   }
-  // Adds 16 tokens with the logits of score_item(). values: as add_tile() takes them.
-  template <class Values>
+  // Adds an item with the logits of score_item().
   __device__ __forceinline__ static void add_item(WarpColumns<kBlocks>& part, float (&s)[4],
-                                                  const Values& values) {
+                                                  const uint32_t (&v)[kBlocks][4]) {
     uint32_t p[2];
     weigh(part, s, p);
-    part.add_tile(values, p);
+    part.add_tile(value_fragments(v), p);
   }
 
   // The first item of this warp; its others are kAttendWarps on.
@@ -269,6 +286,25 @@ struct RawAttend : RawWarp<kHeadDim> {
   using typename Base::Queries;
   static constexpr int32_t kJoinDims = 128, kSlices = slices_of(kHeadDim, kJoinDims);
   RawAttendShared<kHeadDim>& shared;
+
+  // A lane has dims that follow each other: 8 of each 64, of a rest of 32 four.
+  __device__ __forceinline__ void store_columns(const WarpColumns<kBlocks>& part,
+                                                int32_t first_column) {
+#pragma unroll
+    for (int32_t i = 0; i < 2; ++i) {
+      const int32_t column = 2 * Base::t + i;
+      if (!Base::column_at(first_column + column).is_real) break;
+      float* const to = shared.out[warp][column];
+#pragma unroll
+      for (int32_t b = 0; b < kBlocks; b += 2) {
+        const bool is_rest = b / 4 * 4 + 4 > kBlocks;
+        const int32_t dim = b / 4 * 64 + (is_rest ? 4 * Base::g : 8 * Base::g + b % 4 * 2);
+        *reinterpret_cast<float4*>(to + dim) = {part.out[b][i], part.out[b][i + 2],
+                                                part.out[b + 1][i], part.out[b + 1][i + 2]};
+      }
+      if (Base::g == 0) shared.states[warp][column] = {part.reference[i], part.sum[i]};
+    }
+  }
 
   // What the warps have of a round's columns.
   __device__ __forceinline__ void join_columns(int32_t first_column) {
@@ -295,21 +331,21 @@ struct RawAttend : RawWarp<kHeadDim> {
       float s[4];
       if constexpr (kHeadDim <= 128) {  // values are under way while keys are multiplied
         uint32_t v[kBlocks][4];
-        Base::load_item(Component::kKey, item, x);
-        Base::load_item(Component::kValue, item, v);
+        Base::load_keys(item, x);
+        Base::load_values(item, v);
         Base::score_item(q, item, x, s);
         if (keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
-        Base::add_item(part, s, Base::fragments(v));
+        Base::add_item(part, s, v);
       } else {
-        Base::load_item(Component::kKey, item, x);
+        Base::load_keys(item, x);
         Base::score_item(q, item, x, s);
         if (keeps(item)) kept_scores(item) = {s[0], s[1], s[2], s[3]};
-        Base::load_item(Component::kValue, item, x);
-        Base::add_item(part, s, Base::fragments(x));
+        Base::load_values(item, x);
+        Base::add_item(part, s, x);
       }
     }
     part.add_lanes();
-    part.store(shared.states[warp], shared.out[warp][0], shared.kStride, kRawColumns);
+    store_columns(part, first_column);
     __syncthreads();
     join_columns(first_column);
   }
@@ -397,7 +433,7 @@ struct RawCount : RawWarp<kHeadDim> {
         see_columns(0, s);
       } else {
         uint32_t k[kBlocks][4];
-        Base::load_tile(Component::kKey, r.first_tile + item, k);
+        Base::load_keys(item, k);
         for (int32_t first = 0; first < columns; first += kRawColumns) {
           const Queries q = Base::load_queries(first);
           float s[4];

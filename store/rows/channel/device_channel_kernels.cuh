@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kChannelThreads)
       store_element(r.of(c), r.dtype, i, x);
       continue;
     }
-    *reinterpret_cast<uint16_t*>(raw + r.view.raw.ring_byte(c, position, dim)) =
+    reinterpret_cast<uint16_t*>(raw + r.view.raw.token_byte(c, position))[dim] =
         float_to_half(saturate_to_half_range(x));
   }
   if (r.k == nullptr && dim == 0) {

@@ -121,7 +121,7 @@ struct RestoreTokens {
       const int32_t p = from.range.first + i / (heads * dims), h = i / dims % heads, d = i % dims;
       uint8_t* const row = device.view.raw_row(from.slot, from.layer, h);
       for (const Component c : {Component::kKey, Component::kValue}) {
-        *reinterpret_cast<uint16_t*>(row + raw.ring_byte(c, p, d)) = from.of(c)[i];
+        reinterpret_cast<uint16_t*>(row + raw.token_byte(c, p))[d] = from.of(c)[i];
       }
       if (d == 0) *reinterpret_cast<RawScore*>(row + raw.score_byte(p)) = score_of(h, p);
     }

@@ -81,18 +81,9 @@ struct GatherTokens : CallWork {
     const int32_t apart = least(at.end, most(first, call.works.from[cell.entry].tokens));
     const int32_t ring_first = most(first, draft.waited);
     if (first < draft.waited) {
-      copy_tiles(row, at.first, {first, least(draft.waited, at.end)}, at.first,
-                 [&](Component c, int32_t p) {
-                   return old_block(call, cell, kv_head, c) + kBlockTokens +
-                          raw_tile_byte(dims, c, p - at.first, 0);
-                 });
+      copy_tiles(row, cell, kv_head, at.first, {first, least(draft.waited, at.end)});
     }
-    if (ring_first < apart) {
-      const RawLayout& raw = call.device.view.raw;
-      const uint8_t* const ring = call.device.view.raw_row(cell.slot, cell.layer, kv_head);
-      copy_tiles(row, at.first, {ring_first, apart}, 0,
-                 [&](Component c, int32_t p) { return ring + raw.ring_byte(c, p, 0); });
-    }
+    if (ring_first < apart) copy_ring(row, cell, kv_head, at.first, {ring_first, apart});
     int32_t largest = 0;
     for (const Component c : {Component::kKey, Component::kValue}) {
       if (apart == at.end) break;
@@ -129,23 +120,37 @@ struct GatherTokens : CallWork {
  private:
   __device__ int32_t heads() const { return call.heads(); }
 
-  // Positions of raw tiles, the first of which begins at `origin` or a multiple of 16 behind it.
-  // tile_at(component, position of its first token). A warp turns fragments of 16 channels into
-  // rows.
-  template <class TileAt>
-  __device__ void copy_tiles(int32_t row, int32_t first_of_block, Positions range, int32_t origin,
-                             const TileAt& tile_at) const {
+  // Positions in the ring.
+  __device__ void copy_ring(int32_t row, const CellOf& cell, int32_t kv_head,
+                            int32_t first_of_block, Positions range) const {
+    const RawLayout& raw = call.device.view.raw;
+    const uint8_t* const ring = call.device.view.raw_row(cell.slot, cell.layer, kv_head);
+    const int32_t octets = call.head_dim() / 8, each = range.count() * octets;
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < 2 * each;
+         i += static_cast<int32_t>(blockDim.x)) {
+      const auto c = static_cast<Component>(i / each);
+      const int32_t p = range.first + i % each / octets, octet = i % octets;
+      auto* const to =
+          reinterpret_cast<uint4*>(call.staged(c, row)) + (p - first_of_block) * octets;
+      to[octet] = reinterpret_cast<const uint4*>(ring + raw.token_byte(c, p))[octet];
+    }
+  }
+  // Positions in a raw block's tiles. A warp turns fragments of 16 channels into rows.
+  __device__ void copy_tiles(int32_t row, const CellOf& cell, int32_t kv_head,
+                             int32_t first_of_block, Positions range) const {
     const int32_t dims = call.head_dim(), fragments = dims / kDimBlock;
-    const int32_t first = range.first - (range.first - origin) % kTileTokens;
+    const int32_t first = range.first - (range.first - first_of_block) % kTileTokens;
     const int32_t count = tile_count(range.end - first) * fragments;
     const auto warps = static_cast<int32_t>(blockDim.x / 32u);
     for (auto i = static_cast<int32_t>(threadIdx.x / 32u); i < count; i += warps) {
       const int32_t tile = first + i / fragments * kTileTokens, f = i % fragments;
       uint4 x[2];  // in flight together
 #pragma unroll
-      for (int32_t c = 0; c < 2; ++c) {
-        const uint8_t* const bytes = tile_at(static_cast<Component>(c), tile);
-        x[c] = reinterpret_cast<const uint4*>(bytes)[f * kWarpLanes + lane_index()];
+      for (int32_t n = 0; n < 2; ++n) {
+        const auto c = static_cast<Component>(n);
+        const uint8_t* const bytes = old_block(call, cell, kv_head, c) + kBlockTokens +
+                                     raw_tile_byte(dims, c, tile - first_of_block, 0);
+        x[n] = reinterpret_cast<const uint4*>(bytes)[f * kWarpLanes + lane_index()];
       }
 #pragma unroll
       for (int32_t n = 0; n < 2 * kPairsPerFragment; ++n) {

@@ -344,7 +344,6 @@ __device__ __forceinline__ void load_raw_token(const TiersCall& c, const TiersPl
                                                int32_t entry, int32_t position, RawToken* token) {
   const RawTokens tokens = device_tokens(c.view, c.works, entry, at.kv_head);
   const bool is_held = position < tokens.held;
-  const int32_t in_ring = position % tokens.layout.ring_tokens;
   const int64_t in_chunk = (position - tokens.held) * tokens.token_stride;
   token->is_half = is_held || tokens.dtype == DType::kFloat16;
   load_normal(at.key_mean(), kDim, token->key_mean);
@@ -353,16 +352,12 @@ __device__ __forceinline__ void load_raw_token(const TiersCall& c, const TiersPl
     const int32_t part = n / kLaneChunks, i = n % kLaneChunks;
     const auto component = static_cast<Component>(part);
     const bool is_there = has_chunk(i, kDim) && lane_dim(i) < kDim;
-    const uint8_t* const ring = tokens.raw + (part == 0 ? 0 : tokens.layout.value_ring) +
-                                raw_tile_byte(kDim, component, in_ring, lane_dim(i));
-    const uint16_t* const from = is_held
-                                     ? reinterpret_cast<const uint16_t*>(ring)
-                                     : (part == 0 ? tokens.k : tokens.v) + in_chunk + lane_dim(i);
+    const uint8_t* const ring = tokens.raw + tokens.layout.token_byte(component, position);
+    const uint16_t* const from = (is_held ? reinterpret_cast<const uint16_t*>(ring)
+                                          : (part == 0 ? tokens.k : tokens.v) + in_chunk) +
+                                 lane_dim(i);
 #pragma unroll
-    for (int32_t j = 0; j < 4; ++j) {
-      const int32_t apart = is_held ? raw_tile_byte(kDim, component, 0, 8 * j) / 2 : 8 * j;
-      token->x[part][i][j] = is_there ? from[apart] : uint16_t{0};
-    }
+    for (int32_t j = 0; j < 4; ++j) token->x[part][i][j] = is_there ? from[8 * j] : uint16_t{0};
   }
 }
 

@@ -88,24 +88,18 @@ __device__ __forceinline__ void load_tile_rows(const RawTokens& tokens, Componen
                                                uint8_t* rows) {
   constexpr int32_t kPieces = kDim / 8;
   const uint16_t* chunk = part == Component::kKey ? tokens.k : tokens.v;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(chunk) % 16 == 0;
 #pragma unroll 4
   for (int32_t i = 0; i < kTileTokens * kPieces / 32; ++i) {
     const int32_t piece = 32 * i + lane_index(), row = piece / kPieces, first = piece % kPieces * 8;
     uint4 x = {0, 0, 0, 0};
     const int32_t position = row < count ? positions[row] : -1;
-    if (position >= tokens.held && is_aligned) {
+    if (position >= tokens.held) {
       x = *reinterpret_cast<const uint4*>(chunk + (position - tokens.held) * tokens.token_stride +
                                           first);
       if (tokens.dtype == DType::kBFloat16) x = four_bfloats_to_halves(x);
     } else if (position >= 0) {
-      uint32_t halves[4];
-#pragma unroll
-      for (int32_t j = 0; j < 4; ++j) {
-        halves[j] = tokens.half_at(part, position, first + 2 * j) |
-                    static_cast<uint32_t>(tokens.half_at(part, position, first + 2 * j + 1)) << 16;
-      }
-      x = {halves[0], halves[1], halves[2], halves[3]};
+      x = *reinterpret_cast<const uint4*>(tokens.raw + tokens.layout.token_byte(part, position) +
+                                          2 * first);
     }
     *reinterpret_cast<uint4*>(rows + row * kRowPitch<kDim> + 2 * first) = x;
   }

@@ -197,7 +197,7 @@ class Shadowed final : public RowFormat {
       ASSERT_EQ(score.count, scores[p - first].count);
       for (const Component c : {Component::kKey, Component::kValue}) {
         uint16_t got;
-        std::memcpy(&got, row + raw.ring_byte(c, p, i % dim), sizeof(got));
+        std::memcpy(&got, row + raw.token_byte(c, p) + i % dim * 2, sizeof(got));
         ASSERT_EQ(got, rounded(DType::kFloat16, x[static_cast<int32_t>(c)][i]));
       }
     }

@@ -164,10 +164,9 @@ class DeviceTwin {
           return std::memcmp(host + row + byte, device + row + byte, bytes) == 0;
         };
         ASSERT_TRUE(same(view_.raw.score_byte(p), sizeof(RawScore))) << "score " << p;
-        for (int32_t d = 0; d < view_.head_dim; ++d) {
-          ASSERT_TRUE(same(view_.raw.ring_byte(Component::kKey, p, d), 2)) << "key " << p;
-          ASSERT_TRUE(same(view_.raw.ring_byte(Component::kValue, p, d), 2)) << "value " << p;
-        }
+        const int32_t bytes = 2 * view_.head_dim;
+        ASSERT_TRUE(same(view_.raw.token_byte(Component::kKey, p), bytes)) << "key " << p;
+        ASSERT_TRUE(same(view_.raw.token_byte(Component::kValue, p), bytes)) << "value " << p;
       }
     }
   }

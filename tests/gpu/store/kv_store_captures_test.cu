@@ -177,14 +177,16 @@ TEST_P(KvStoreCaptures, ReplayACapturedStep) {
 }
 
 // Sequences whose bodies are empty, although they came from elsewhere or waited for codebooks: what
-// replays make of them is coded, and can be replayed and captured. Without a profile a row's first
-// blocks give it its means, so no replay begins a coded body.
+// replays make of them is coded, and can be replayed and captured. Without means and query energies
+// in a profile a row's first blocks give it these, so no replay begins a coded body.
 TEST_P(KvStoreCaptures, ReplaysOfShortSequences) {
   const TwinChoice& choice = GetParam().choice;
   if (GetParam().longest <= 2 * choice.window) GTEST_SKIP() << "no bodies";
   StoreConfig config = twin_config(choice);
   if (std::holds_alternative<CodedFormat>(config.format)) {
-    config.profile = random_profile(config.layout, config.rope, &rng_);
+    do {
+      config.profile = random_profile(config.layout, config.rope, &rng_);
+    } while (config.profile->rows[0].query_energy.empty());
   }
   const CacheLayout& l = config.layout;
   KvTwins twins(config, &rng_);
