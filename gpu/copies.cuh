@@ -124,6 +124,16 @@ __device__ __forceinline__ void copy_of_lane(int32_t owner, uint32_t barrier, ui
 
 // ---- copies of a thread ----
 
+// 16 bytes of global memory. L2 takes all 128 bytes around them from memory, and loads stay in
+// their order.
+__device__ __forceinline__ uint4 load_of_line(const void* from) {
+  uint4 x;
+  asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
+  return x;
+}
+
 // 16 bytes from global to shared memory, asynchronously; zeros where `present` is false (then
 // nothing is read).
 __device__ __forceinline__ void copy_async_16(void* to, const void* from, bool present) {

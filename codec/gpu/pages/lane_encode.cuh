@@ -11,6 +11,14 @@
 
 namespace tierkv {
 
+// kDim: the head_dim, where it is known when compiling; else 0.
+template <int32_t kDim>
+__device__ __forceinline__ TileLayout tile_of(const PageRef& page, Component c) {
+  TileLayout tile = page.layout->tile(c);
+  if constexpr (kDim != 0) tile.head_dim = kDim;
+  return tile;
+}
+
 // The parameters of a token's component.
 __device__ __forceinline__ uint32_t* params_at(const PageRef& page, Component c, int32_t tile,
                                                int32_t in_tile) {
@@ -117,20 +125,22 @@ __device__ __forceinline__ StatusCode quantize_minmax_lane(const LaneValues& x, 
 }
 
 // In coordinates; the lane's part of the status.
+template <int32_t kDim = 0>
 __device__ __forceinline__ StatusCode encode_side(const PageRef& page, Component c, StepRule rule,
                                                   const LaneValues& x, LaneSide* side) {
-  const TileLayout tile = page.layout->tile(c);
+  const TileLayout tile = tile_of<kDim>(page, c);
   *side = {};
-  if (tile.type.is_raw()) return take_raw_codes(page, x, side);
+  if (tile.type.is_raw()) return take_raw_codes(page, tile.head_dim, x, side);
   if (rule == StepRule::kNorm) return quantize_norm_lane(x, tile.head_dim, side);
   return quantize_minmax_lane(x, tile.type, tile.head_dim, side);
 }
 
 // Stores one token's side.
+template <int32_t kDim = 0>
 __device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t slot, Component c,
                                                  const LaneSide& side) {
   const PageLayout& layout = *page.layout;
-  const TileLayout tile = layout.tile(c);
+  const TileLayout tile = tile_of<kDim>(page, c);
   const int32_t tile_index = slot / kTileTokens, in_tile = slot % kTileTokens;
   uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
 #pragma unroll

@@ -81,9 +81,8 @@ __device__ __forceinline__ StatusCode params_status(float lo, float hi, QuantPar
   return params_in_range(p) ? StatusCode::kOk : StatusCode::kOutOfRange;
 }
 
-__device__ __forceinline__ StatusCode take_raw_codes(const PageRef& page, const LaneValues& x,
-                                                     LaneSide* side) {
-  const int32_t head_dim = page.layout->head_dim();
+__device__ __forceinline__ StatusCode take_raw_codes(const PageRef& page, int32_t head_dim,
+                                                     const LaneValues& x, LaneSide* side) {
   StatusCode code = StatusCode::kOk;
 #pragma unroll
   for (int32_t i = 0; i < kLaneChunks; ++i) {

@@ -16,6 +16,7 @@
 #include "attention/core/warp_columns.cuh"
 #include "codec/format/element.h"
 #include "gpu/constants.h"
+#include "gpu/copies.cuh"
 #include "gpu/math.cuh"
 #include "gpu/mma.cuh"
 #include "gpu/pdl.cuh"
@@ -48,6 +49,7 @@ struct RawRow {
   int32_t sequence, slot, kv_head;
   int32_t sinks, first;            // of the ring
   int32_t first_tile, ring_tiles;  // by position
+  int32_t first_place;             // of first_tile in the ring
 };
 
 __device__ __forceinline__ RawRow raw_row(const RawAttendCall& c) {
@@ -61,6 +63,7 @@ __device__ __forceinline__ RawRow raw_row(const RawAttendCall& c) {
   r.sinks = sink_count(c.laws, r.at);
   r.first = ring_first(c.laws, r.at);
   r.first_tile = r.first / kTileTokens;
+  r.first_place = r.first_tile * kTileTokens % c.raw.ring_tokens;
   r.ring_tiles = r.first < r.at.tokens ? (r.at.tokens - 1) / kTileTokens - r.first_tile + 1 : 0;
   return r;
 }
@@ -169,19 +172,18 @@ struct RawWarp {
   // the ring. Behind the tokens of an item there may be any others, of weight zero.
   __device__ __forceinline__ int32_t place_of(int32_t item) const {
     if (item < 0) return 0;
-    return c.raw.sink_tokens +
-           (r.first_tile + item) % (c.raw.ring_tokens / kTileTokens) * kTileTokens;
+    const int32_t place = r.first_place + item * kTileTokens;
+    return c.raw.sink_tokens + (place < c.raw.ring_tokens ? place : place - c.raw.ring_tokens);
   }
 
   // Keys as operands, of the dims that queries have.
   __device__ __forceinline__ void load_keys(int32_t item, uint32_t (&x)[kBlocks][4]) const {
     const uint8_t* from = r.bytes + (place_of(item) + g) * kTokenBytes + 16 * t;
 #pragma unroll
-    for (int32_t b = 0; b < kBlocks; b += 2) {
+    for (int32_t half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        const uint4 word =
-            *reinterpret_cast<const uint4*>(from + 8 * half * kTokenBytes + b * kDimBlock * 2);
+      for (int32_t b = 0; b < kBlocks; b += 2) {
+        const uint4 word = load_of_line(from + 8 * half * kTokenBytes + b * kDimBlock * 2);
         x[b][half] = word.x, x[b][half + 2] = word.y;
         x[b + 1][half] = word.z, x[b + 1][half + 2] = word.w;
       }
@@ -195,7 +197,7 @@ struct RawWarp {
       const uint8_t* const token = from + (i % 2 + i / 2 * 8) * kTokenBytes;
 #pragma unroll
       for (int32_t b = 0; b + 4 <= kBlocks; b += 4) {
-        const uint4 word = *reinterpret_cast<const uint4*>(token + b * kDimBlock * 2 + 16 * g);
+        const uint4 word = load_of_line(token + b * kDimBlock * 2 + 16 * g);
         x[b][i] = word.x, x[b + 1][i] = word.y, x[b + 2][i] = word.z, x[b + 3][i] = word.w;
       }
       if constexpr (kBlocks % 4 == 2) {

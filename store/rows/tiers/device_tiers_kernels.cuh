@@ -406,9 +406,9 @@ __device__ __forceinline__ void write_tiers_part(const TiersCall& c, const Tiers
   const auto side = static_cast<int32_t>(page.layout - at.of_class().layout);
   LaneSide codes;
   const StatusCode code =
-      worst_of_warp(encode_side(page, component, at.of_class().rule[side][part], x, &codes));
+      worst_of_warp(encode_side<kDim>(page, component, at.of_class().rule[side][part], x, &codes));
   if (code != StatusCode::kOk) codes = {};
-  store_whole_side(page, slot, component, codes);
+  store_whole_side<kDim>(page, slot, component, codes);
   if (code != StatusCode::kOk && lane_index() == 0) {
     report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
   }

@@ -70,6 +70,9 @@ inline void start_emulated_copy(void* to, const void* from, uint32_t bytes) {
   emulated_copies().back().push_back(
       {static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes});
 }
+inline uint4 load_of_line(const void* from) {
+  return *static_cast<const uint4*>(from);
+}
 inline void copy_async_16(void* to, const void* from, bool present) {
   start_emulated_copy(to, present ? from : nullptr, 16);
 }
