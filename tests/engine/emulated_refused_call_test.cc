@@ -64,5 +64,22 @@ TEST_F(EmulatedRefusedCall, CodebooksServeSequencesThatComeAfter) {
   EXPECT_GT(seen_.blocks, before);
 }
 
+TEST_F(EmulatedRefusedCall, LongerWordsThanAttentionHasRoomFor) {
+  StoreConfig config = make_config({});
+  for (const int32_t longest : {11, 12}) {
+    std::get<CodedFormat>(config.format).max_length = longest;
+    const OpenStore store(config);
+    const auto rows = std::move(*make_row_format(config));
+    const test::Copy copy(config, *rows, store.place);
+    DeviceCodedRows device(config, static_cast<CodedRows*>(rows.get()));
+    DeviceFault fault;
+    longest_attended_word = 11;
+    const Status s = device.bind(copy.view(), &fault, nullptr);
+    longest_attended_word = kMaxCodeLength;
+    EXPECT_EQ(s.code(), longest > 11 ? StatusCode::kUnsupported : StatusCode::kOk) << s.message();
+    EXPECT_EQ(s.message().find("format.max_length") != std::string::npos, longest > 11);
+  }
+}
+
 }  // namespace
 }  // namespace tierkv::store

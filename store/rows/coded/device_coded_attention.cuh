@@ -116,6 +116,7 @@ class AttendedCodedRows : public CodedMemory {
     weighted_.assign(layers(), WeightedRows{});
     for (int32_t l = 0; l < layers(); ++l) {
       if (Status s = bind_turns(l); !s) return s;
+      if (Status s = check_room(l); !s) return s;
     }
     return Status::ok();
   }
@@ -153,6 +154,22 @@ class AttendedCodedRows : public CodedMemory {
     w.pairs = rope->pairs;
     Status s = memory_.put(turns->place, &w.place_turns);
     return s ? memory_.put(turns->block, &w.block_turns) : s;
+  }
+
+  // Whether shared memory has room for the longest words that the format allows.
+  Status check_room(int32_t layer) const {
+    if (host_->is_raw_layer(layer)) return Status::ok();
+    CodedAttention call = call_of_layer(layer);
+    call.weighted = weighted_[layer];
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      CodebookShape& book = c == Component::kKey ? call.keys.codebook : call.values.codebook;
+      book.component = c;
+      book.levels = 2;
+      book.max_length = host_->format().max_length;
+      book.streams_per_lane = host_->format().streams_per_lane;
+    }
+    const Result<CodedAttentionGrid> grid = coded_attention_grid(call);
+    return grid ? Status::ok() : grid.status().with_context("format.max_length");
   }
 
   // The call for any rows of a layer, without its codebooks.
