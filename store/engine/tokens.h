@@ -111,14 +111,6 @@ TKV_HD bool is_possible(RawScore score) {
   return score.count <= kMostCounted && is_finite(score.sum) && score.sum >= 0;
 }
 
-// Byte of an element of token t in fp16 tiles of 16 tokens, in the order of the tensor cores'
-// fragments.
-TKV_HD constexpr int32_t raw_tile_byte(int32_t head_dim, Component c, int32_t t, int32_t dim) {
-  const TileLayout tile = {kRawCodes, head_dim};
-  const CodePosition at = code_position(tile, c, t % kTileTokens, dim);
-  return t / kTileTokens * tile.bytes() + at.byte + at.bit / 8;
-}
-
 // The raw memory of a row: its tokens in fp16, [head_dim] each, first all keys, then all values;
 // then a RawScore for each index of the ring. A sink has the place of its position; the ring is
 // behind the sinks, position p at index p % ring_tokens. Offsets in bytes.

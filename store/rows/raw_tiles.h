@@ -1,15 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Raw tokens on pages: fp16, in tiles of 16 tokens in the order of fragments, as in the ring
-// (store/engine/tokens.h). Formats keep the layers so that stay raw.
+// Raw tokens on pages: fp16, in tiles of 16 tokens in the order of the tensor cores' fragments.
+// Formats keep the layers so that stay raw.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "store/engine/tokens.h"
+#include "codec/format/page_layout.h"
 #include "tierkv/half.h"
 
 namespace tierkv::store {
+
+// Byte of an element of token t in tiles.
+TKV_HD constexpr int32_t raw_tile_byte(int32_t head_dim, Component c, int32_t t, int32_t dim) {
+  const TileLayout tile = {kRawCodes, head_dim};
+  const CodePosition at = code_position(tile, c, t % kTileTokens, dim);
+  return t / kTileTokens * tile.bytes() + at.byte + at.bit / 8;
+}
 
 // x: [tokens, head_dim], values of fp16. Places of the last tile behind them keep their bytes.
 inline void write_raw_tiles(Component c, int32_t tokens, int32_t head_dim, const float* x,

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "codec/format/channel_block.h"
-#include "store/engine/tokens.h"
+#include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
 

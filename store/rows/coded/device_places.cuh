@@ -5,6 +5,7 @@
 #include "gpu/arrivals.cuh"
 #include "gpu/warp_sums.cuh"
 #include "store/rows/coded/device_coded_call.cuh"
+#include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
 

@@ -9,6 +9,7 @@
 #include "store/place/raw_tokens.h"
 #include "store/rows/coded/device_coded_call.cuh"
 #include "store/rows/device_tokens.h"
+#include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
 
