@@ -124,8 +124,8 @@ __device__ __forceinline__ void copy_of_lane(int32_t owner, uint32_t barrier, ui
 
 // ---- copies of a thread ----
 
-// 16 bytes of global memory. L2 takes all 128 bytes around them from memory, and loads stay in
-// their order.
+// 16 bytes of global memory, with the hint that L2 take all 128 bytes around them. Such loads stay
+// in their order; others, and stores, may pass them. So the thread must not have written there.
 __device__ __forceinline__ uint4 load_of_line(const void* from) {
   uint4 x;
   asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"

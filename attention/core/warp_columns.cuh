@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a warp has summed of eight columns of queries, as mma.m16n8k16 lays it out: lane 4g + t
-// holds dims g and g + 8 of each dim block, for columns 2t and 2t + 1.
+// holds rows g and g + 8 of each operand, for columns 2t and 2t + 1. They are dims g and g + 8 of a
+// dim block where the caller loads values so.
 //
 // A column's reference moves only where a score passes it by more than a headroom, which fp16 must
 // hold as a power of two. So lanes need to agree on a maximum only then: seldom, behind the first

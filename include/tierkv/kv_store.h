@@ -57,8 +57,8 @@ struct TKV_API CodedFormat {
   // fraction of the size of the token's value. Both at most 1024. 0: 0.55 and 0.5 with a profile
   // that has query energies and sensitivities, 0.33 and 0.28 otherwise.
   double k = 0, v = 0;
-  // Bits of the longest code word, 8 to 14; fewer where a GPU's shared memory has no room for its
-  // tables, which create_device() refuses.
+  // Bits of the longest code word, 8 to 14. create_device() refuses lengths for whose tables the
+  // GPU's shared memory has no room.
   int32_t max_length = 10;
   int32_t streams_per_lane = 2;  // 1 or 2
   int32_t key_books = 1;         // codebooks of a layer's keys, 1 to 4; on a device 1

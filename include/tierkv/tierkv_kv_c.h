@@ -39,7 +39,7 @@ typedef struct tkv_coded_format {
   size_t struct_size;
   double k;                 /* 0: 0.55, without a profile of sensitivities 0.33; kv_store.h */
   double v;                 /* 0: 0.5, without a profile of sensitivities 0.28 */
-  int32_t max_length;       /* bits of the longest code word, 8 to 14; 0: 10 */
+  int32_t max_length;       /* bits of the longest code word, 8 to 14, if a GPU has room; 0: 10 */
   int32_t streams_per_lane; /* 1 or 2; 0: 2 */
   int32_t key_books;        /* codebooks of a layer's keys, 1 to 4, on a device 1; 0: 1 */
 } tkv_coded_format;

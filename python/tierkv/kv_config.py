@@ -22,7 +22,7 @@ class CodedFormat:
 
     k: float = 0.0  # deviation of a logit that key steps aim at; 0: 0.55, without a profile of energies and sensitivities 0.33
     v: float = 0.0  # share of a token that value steps are; 0: 0.5, without one 0.28
-    max_length: int = 10  # bits of the longest code word, 8 to 14
+    max_length: int = 10  # bits of the longest code word, 8 to 14, if a GPU has room for its tables
     streams_per_lane: int = 2  # or 1
     key_books: int = 1  # codebooks of a layer's keys, 1 to 4
 

@@ -113,7 +113,8 @@ TKV_HD bool is_possible(RawScore score) {
 
 // The raw memory of a row: its tokens in fp16, [head_dim] each, first all keys, then all values;
 // then a RawScore for each index of the ring. A sink has the place of its position; the ring is
-// behind the sinks, position p at index p % ring_tokens. Offsets in bytes.
+// behind the sinks, position p at index p % ring_tokens. What lies in places that hold no token is
+// finite: attention multiplies it by zero. Offsets in bytes.
 struct RawLayout {
   int32_t head_dim = 0;
   int32_t sink_tokens = 0, ring_tokens = 0;

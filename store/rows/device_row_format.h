@@ -88,7 +88,7 @@ struct DeviceWorks {
   const LayerTokens* to = nullptr;
   int32_t count = 0, first_layer = 0, num_layers = 0;
   int32_t most_leaving = 0;  // a bound for how many leave of an entry
-  Chunk chunk;
+  Chunk chunk;               // aligned to 16 bytes
   // The same on the host where the call is not captured; else null, but for may_rewrite(),
   // require_capturable() and most_pages(), which always have them. [count * num_layers]
   const LayerMove* moves = nullptr;
@@ -158,7 +158,7 @@ class DeviceRowFormat {
   virtual void released(int32_t /*slot*/) {}
 
   // Whether plan() reports values that fp16 does not hold in the chunk's tokens that go into the
-  // body. The chunk is then aligned to 16 bytes.
+  // body.
   virtual bool checks_chunks() const { return false; }
   // Whether plan() may ask for less than all to be kept, by the host's knowledge: then, and only
   // then, the place runs a truncation first. A captured step must not.

@@ -53,6 +53,13 @@ struct RawWorld {
     rows = {laws, RawLayout(laws, head_dim)};
     host.assign(static_cast<size_t>(sequences) * memory().slot_bytes, 0);
     device = host;
+    // Places that nobody has written weigh nothing, whatever finite values lie there.
+    for (int32_t row = 0; row < sequences * kv_heads; ++row) {
+      uint8_t* const bytes = host_raw(row / kv_heads) + row % kv_heads * rows.raw.row_bytes;
+      const auto largest = static_cast<uint16_t>(input.chance(0.5) ? 0x7bff : 0xfbff);
+      for (int32_t i = 0; i < rows.raw.scores; i += 2) std::memcpy(bytes + i, &largest, 2);
+    }
+    device = host;
     counts.assign(sequences * layers, {});
   }
   DeviceSlots memory() {

@@ -102,7 +102,7 @@ struct DecodedWarp : RawWarp<kHeadDim> {
     shared.pruned[token] = d.pruned[row + first - d.first + token] != 0;
   }
 
-  // As ldmatrix has keys.
+  // In the order in which ldmatrix loads keys.
   __device__ __forceinline__ Queries load_queries(int32_t first_column) {
     return Base::load_queries(first_column, [this](const uint16_t* q, uint32_t(&x)[kBlocks][2]) {
 #pragma unroll

@@ -104,7 +104,8 @@ struct RawAttendCall : RawCall {
   const LayerTokens* at = nullptr;  // [count]
   int32_t group = 0, q_len = 1;
   int32_t newer = 0;            // tokens behind that of the last query
-  const uint16_t* q = nullptr;  // [count, q_len, num_kv_heads * group, head_dim] of dtype
+  const uint16_t* q = nullptr;  // [count, q_len, num_kv_heads * group, head_dim] of dtype, aligned
+                                // to 16 bytes
   uint16_t* out = nullptr;      // likewise; a count does not use it, nor sinks
   // Likewise without head_dim, natural. Attention writes that over raw tokens, unless it is null; a
   // count reads that over all tokens.

@@ -32,7 +32,7 @@ inline constexpr float kHeadroom = 8.0f;         // of references: probabilities
 
 template <int32_t kHeadDim>
 struct RawAttendShared {
-  static constexpr int32_t kStride = kHeadDim + 8;  // four columns meet in no bank
+  static constexpr int32_t kStride = kHeadDim + 8;  // neighbours begin in different banks
   alignas(16) float out[kAttendWarps][kRawColumns][kStride];
   SoftmaxState states[kAttendWarps][kRawColumns];
 };
@@ -169,7 +169,7 @@ struct RawWarp {
   }
 
   // The place of an item's first token. Item -1 of a row with sinks is theirs; others are tiles of
-  // the ring. Behind the tokens of an item there may be any others, of weight zero.
+  // the ring. Behind the tokens of an item may lie anything finite, whose weight is zero.
   __device__ __forceinline__ int32_t place_of(int32_t item) const {
     if (item < 0) return 0;
     const int32_t place = r.first_place + item * kTileTokens;

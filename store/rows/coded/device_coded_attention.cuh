@@ -168,7 +168,8 @@ class AttendedCodedRows : public CodedMemory {
       book.max_length = host_->format().max_length;
       book.streams_per_lane = host_->format().streams_per_lane;
     }
-    const Result<CodedAttentionGrid> grid = coded_attention_grid(call);
+    if (Status s = call.validate(); !s) return s;
+    const Result<CodedAttentionGrid> grid = choose_coded_grid(call, limits_);
     return grid ? Status::ok() : grid.status().with_context("format.max_length");
   }
 

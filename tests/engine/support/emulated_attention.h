@@ -116,12 +116,15 @@ inline size_t coded_attention_workspace_bytes(const CodedAttention& call,
   return partials * kCodedColumns * (call.head_dim + 2) * sizeof(float);
 }
 inline int32_t longest_attended_word = kMaxCodeLength;
-inline Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call) {
-  if (Status s = call.validate(); !s) return s;
+inline Result<CodedAttentionGrid> choose_coded_grid(const CodedAttention& call,
+                                                    const DeviceLimits&) {
   const CodebookShape &keys = call.keys.codebook, &values = call.values.codebook;
   if (std::max(keys.max_length, values.max_length) > longest_attended_word) {
     return Status(StatusCode::kUnsupported, "emulated attention: a long word");
   }
+  return CodedAttentionGrid{};
+}
+inline Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention&) {
   return CodedAttentionGrid{};
 }
 inline Status attend_coded(const CodedAttention& call, const CodedAttentionGrid&, GpuStream) {
