@@ -28,7 +28,7 @@ class Batch:
         """Appends `tokens` positions to each row and returns how many of them are tokens of its sequence. mask: [rows, length + tokens],
         nonzero where a position is visible; None: all are. PaddingError leaves the batch as it was."""
         if self.pads and len(self.pads) != rows:
-            raise InvalidArgumentError(f"{rows} rows follow on {len(self.pads)}")
+            raise InvalidArgumentError(f"a batch of {rows} follows on one of {len(self.pads)}; reset() empties the cache")
         before = self.tokens() if self.pads else [0] * rows
         pads = _left_padding(mask, rows, self.length + tokens) if mask is not None else ([min(pad, self.length) for pad in self.pads] or [0] * rows)
         if self.pads and any(a != b for a, b, seen in zip(self.pads, pads, before) if seen > 0):

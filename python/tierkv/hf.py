@@ -61,9 +61,9 @@ class _Pass:
 
 class TierCache(cache_utils.Cache):  # type: ignore[misc]
     """The cache of one batch. `format`: a preset ("small", "fast", ...) or a format of tierkv.StoreConfig. `profile`: of this model, or the
-    path of one; without one the cache takes more memory for the same quality. memory_bytes is set aside with the first token; 0: what
-    max_tokens of each sequence need. significance_stride: every so many queries of a prompt, and all that follow, are counted to find
-    the important tokens; 0 counts none."""
+    path of one; without one the cache takes more memory for the same quality. max_sequences: forks count, and a larger first batch is
+    given its room. memory_bytes is set aside with the first token; 0: what max_tokens of each sequence need. significance_stride: every
+    so many queries of a prompt, and all that follow, are counted to find the important tokens; 0 counts none."""
 
     def __init__(self, format: Any = "small", *, profile: Union[None, Profile, lib.Path] = None, max_tokens: int = 4096,
                  max_sequences: int = 1, memory_bytes: int = 0, significance_stride: int = 1) -> None:
@@ -71,6 +71,9 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._format = preset(format) if isinstance(format, str) else format
         if not isinstance(self._format, (CodedFormat, TiersFormat, ChannelFormat)):
             raise ArgumentTypeError(f"format: {format!r} is neither a preset nor a format of StoreConfig")
+        for name, most in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
+            if lib.integer(most, name) < 1:
+                raise InvalidArgumentError(f"{name}: {most} is not positive")
         if lib.integer(significance_stride, "significance_stride") < 0:
             raise InvalidArgumentError(f"significance_stride: {significance_stride} is negative")
         self._profile = profile if profile is None or isinstance(profile, Profile) else read_profile(profile)

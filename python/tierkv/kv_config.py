@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple, Union
 
@@ -29,7 +30,7 @@ class CodedFormat:
 
 @dataclass(frozen=True)
 class TierFormat:
-    """How a tier stores tokens: bits per key and value code (16: raw), channels that share a scale (0: all)."""
+    """How a tier stores tokens: bits per key and value code (16: raw), channels that share a scale (0: all). A store takes 8, 4 or 2 bits, groups 0."""
 
     k_bits: int
     v_bits: int
@@ -145,8 +146,12 @@ class StoreConfig:
         return typical >= wanted and least >= self.max_sequences * min(self.max_tokens, 512)
 
     def _struct(self) -> lib.KvConfigStruct:
-        if self.dtype not in DTYPES:
-            raise InvalidArgumentError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.dtype not in ("float16", "bfloat16"):
+            raise InvalidArgumentError(f"dtype {self.dtype!r} is not float16 or bfloat16")
+        if not isinstance(self.rope, (type(None), Rope)):
+            raise ArgumentTypeError(f"rope {self.rope!r} is not a Rope")
+        if not isinstance(self.raw_layers, Iterable):
+            raise ArgumentTypeError(f"raw_layers {self.raw_layers!r} is not a tuple of layers")
         if self.sink_tokens < 0 or self.window_tokens < 1:  # the C ABI has its own meanings of these
             raise InvalidArgumentError("sink_tokens must be at least 0, window_tokens at least 8")
         raw_layers = np.array([lib.integer(layer, "raw_layers") for layer in self.raw_layers], np.int32)

@@ -152,6 +152,7 @@ class KvStore(lib.Owner):
         num_kv_heads, tokens or more] of tierkv.significance(), or the queries q [sequences, tokens, num_q_heads, head_dim], every query_stride-th."""
         ids, count = _ids(sequences)
         c = self.config
+        _need(k=k, v=v)
         keys = self._given(k, "k", (c.dtype,), (count, None, c.num_kv_heads, c.head_dim))
         vals = self._given(v, "v", (c.dtype,), keys.shape)
         tokens = keys.shape[1]
@@ -167,6 +168,7 @@ class KvStore(lib.Owner):
         """Attention of the newest tokens' queries q, float16 or bfloat16 [sequences, q_len, num_q_heads, head_dim], oldest first, over all that
         the layer holds, each over the tokens up to its own. `count_query`: what they saw counts as importance. `sinks`: learned sinks of the
         layer, float32 [num_q_heads]."""
+        _need(q=q)
         numbers = _numbers(sequences)
         ids, count = _ids(numbers)
         c = self.config
@@ -346,9 +348,7 @@ class KvStore(lib.Owner):
             with self._current():  # where torch may ask for the tensor's stream
                 a = _device.device_array(x, name, dtypes, shape, self._stream, index=self._index)
             return _Given(a.address, a.shape, a.dtype, a.owner)
-        v = values(x, name, shape)
-        if v.dtype not in dtypes:
-            raise ArgumentTypeError(f"{name}: dtype {v.dtype} instead of {' or '.join(dtypes)}")
+        v = values(x, name, shape, dtypes)
         return _Given(pointer(v.bits), v.bits.shape, v.dtype, v.bits)
 
     def _made(self, dtype: str, shape: Tuple[int, ...]) -> Any:
@@ -401,6 +401,12 @@ def _numbers(sequences: Ids) -> List[int]:
         return list(sequences)
     except TypeError:
         raise ArgumentTypeError(f"sequences: {sequences!r} is neither a number nor a list of them") from None
+
+
+def _need(**arrays: Any) -> None:
+    for name, x in arrays.items():
+        if x is None:
+            raise ArgumentTypeError(f"{name} is None")
 
 
 def _ids(sequences: Ids) -> Tuple[Any, int]:

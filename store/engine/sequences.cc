@@ -106,7 +106,10 @@ Status Sequences::admit_begin(SequenceList list, int32_t tokens, LayerMoves* mov
   for (const int32_t slot : slots_) {
     if (Status s = require_complete(slot); !s) return s;
     if (tokens > config_->max_tokens - entries_[slot].tokens) {
-      return Status(StatusCode::kOutOfRange, name_of(id_at(slot)) + " would exceed max_tokens");
+      return Status(StatusCode::kOutOfRange,
+                    name_of(id_at(slot)) + ": " + std::to_string(tokens) + " tokens behind " +
+                        std::to_string(entries_[slot].tokens) + " are more than max_tokens, " +
+                        std::to_string(config_->max_tokens));
     }
   }
   moves->clear();

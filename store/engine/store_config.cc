@@ -152,7 +152,7 @@ Result<StoreLayout> store_layout(const StoreConfig& config, const RowFormat& for
   if (pages > sizes.most_pages) {
     return Status(StatusCode::kOutOfRange, "memory_bytes: the format can address " +
                                                std::to_string(sizes.most_pages * sizes.page_bytes) +
-                                               " bytes of pages");
+                                               " bytes of pages; take several stores");
   }
   at.allocator.num_pages = static_cast<int32_t>(pages);
   return at;

@@ -364,6 +364,9 @@ class Refused(unittest.TestCase):
             TierCache(3)
         with self.assertRaisesRegex(ValueError, "significance_stride"):
             TierCache(significance_stride=-1)
+        for most in (0, -5):
+            self.assertRaisesRegex(ValueError, "max_sequences", TierCache, max_sequences=most)
+        self.assertRaisesRegex(TypeError, "max_tokens", TierCache, max_tokens="x")
 
     def test_a_refused_pass_leaves_a_good_cache(self):
         cache, ids = TierCache(max_tokens=64, max_sequences=2), torch.ones(1, 4, dtype=torch.long)

@@ -2,6 +2,7 @@
 """tierkv.KvStore on the host: arrays in and out, attention beside NumPy's, turns, forks, bytes, what is refused."""
 import os
 import pickle
+import re
 import sys
 import unittest
 from copy import copy as shallow
@@ -186,7 +187,8 @@ class Sequences(KvStoreTest):
 class Refused(KvStoreTest):
     def test_configs(self):
         for changes, error in ((dict(head_dim=63), tierkv.TierkvError), (dict(num_q_heads=5), tierkv.TierkvError),
-                               (dict(dtype="float64"), ValueError), (dict(raw_layers=(0.7,)), TypeError), (dict(raw_layers=(2**32,)), tierkv.InvalidArgumentError),
+                               (dict(dtype="float64"), ValueError), (dict(dtype="float32"), ValueError), (dict(rope="halves"), TypeError), (dict(raw_layers=1), TypeError),
+                               (dict(raw_layers=(0.7,)), TypeError), (dict(raw_layers=(2**32,)), tierkv.InvalidArgumentError),
                                (dict(format=CodedFormat(max_length=0)), ValueError), (dict(format="small"), TypeError), (dict(sink_tokens=-1), ValueError),
                                (dict(format=TiersFormat(())), ValueError), (dict(memory_bytes=1), tierkv.OutOfRangeError),
                                (dict(format=ChannelFormat(v_bits=0)), ValueError), (dict(format=ChannelFormat(block_tokens=0)), ValueError),
@@ -204,6 +206,22 @@ class Refused(KvStoreTest):
         except tierkv.CudaError as e:
             self.assertRegex(str(e), "^create_device: ")
 
+    def test_values_beyond_a_format_name_their_positions(self):
+        for name, longest in (("k8v4", 1), ("small", 64)):
+            with self.subTest(name), KvStore(config(format=preset(name))) as store:
+                id, bad = store.add_sequence(), int(self.rng.integers(400, 500))
+                self.fill(store, id, 400)  # which fix the steps of rows
+                k = self.normal(1, 200, KV_HEADS, HEAD_DIM)
+                k[0, bad - 400] = 60000
+                k[0, bad - 400, :, 0] = -60000
+                store.begin(id, 200)
+                with self.assertRaises(tierkv.OutOfRangeError) as refused:
+                    store.append(id, 0, k, self.normal(1, 200, KV_HEADS, HEAD_DIM))
+                places = [int(p) for p in re.search(r"positions? (\d+)(?: to (\d+))?", str(refused.exception)).groups() if p]
+                self.assertTrue(places[0] <= bad <= places[-1] < places[0] + longest, str(refused.exception))
+                store.truncate(id, 0)
+                self.fill(store, id, 100)
+
     def test_calls(self):
         with KvStore(config()) as store:
             id = store.add_sequence()
@@ -212,7 +230,8 @@ class Refused(KvStoreTest):
             for call, error in ((lambda: store.begin(id, 0), tierkv.InvalidArgumentError), (lambda: store.begin(id, 2**31), tierkv.InvalidArgumentError),
                                 (lambda: store.begin(id, 2048), tierkv.OutOfRangeError), (lambda: store.begin([id, id], 1), tierkv.InvalidArgumentError),
                                 (lambda: store.append(id, 0, k, k), tierkv.InvalidArgumentError),
-                                (lambda: store.append(id, 0, k, k.astype(np.float64)), TypeError),
+                                (lambda: store.append(id, 0, k, k.astype(np.float64)), TypeError), (lambda: store.append(id, 0, None, k), TypeError),
+                                (lambda: store.append(id, 0, k, None), TypeError), (lambda: store.attend(id, 0, None), TypeError),
                                 (lambda: store.append(id, 0, k, k[:, :, :1]), ValueError),
                                 (lambda: store.attend(id, 9, self.normal(1, 1, Q_HEADS, HEAD_DIM)), tierkv.InvalidArgumentError),
                                 (lambda: store.attend(id, 0, self.normal(1, 11, Q_HEADS, HEAD_DIM)), tierkv.TierkvError),

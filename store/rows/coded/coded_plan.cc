@@ -227,7 +227,11 @@ Status CodedRows::quantize(const WeightedRow& row, const BlockTokens& tokens,
       }
     }
     if (s) s = quantize_weighted(row, c, x, exponents.data(), out->codes[i].data());
-    if (!s) return s.with_context(i == 0 ? "keys" : "values");
+    if (!s) {
+      return s.with_context((i == 0 ? "keys of positions " : "values of positions ") +
+                            std::to_string(tokens.first) + " to " +
+                            std::to_string(tokens.first + tokens.count - 1));
+    }
   }
   return Status::ok();
 }

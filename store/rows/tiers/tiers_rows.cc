@@ -17,6 +17,14 @@ namespace {
 constexpr double kTypicalHigh = 0.3;
 constexpr int32_t kTokensAtOnce = 256;  // that are encoded
 
+// Names the token for which append_tokens() has refused a batch, whose row 0 is position `first`.
+Status failure_of(const HostPage& page, int32_t slot, TokenBatch batch, int32_t first) {
+  const int32_t* const end = batch.rows + std::exchange(batch.count, 1);
+  while (batch.rows + 1 < end && append_tokens(page, slot, batch)) ++batch.rows, ++slot;
+  return Status(StatusCode::kOutOfRange, "position " + std::to_string(first + *batch.rows) +
+                                             ": a key or value is beyond the format's range");
+}
+
 }  // namespace
 
 int64_t TiersRows::row_pages(int32_t layer, int32_t kv_head, int32_t tokens, bool at_most) const {
@@ -200,7 +208,9 @@ Status TiersRows::encode(const BodyWork& work, int32_t kv_head, RowDraft* draft)
       for (auto left = static_cast<int32_t>(rows[side].size()); left > 0; left -= batch.count) {
         const PageRun run = stage(row_class(layer, kv_head), side, left, &draft->sides[side]);
         batch.count = run.count;
-        if (Status s = append_tokens(run.page, run.slot, batch); !s) return s;
+        if (Status s = append_tokens(run.page, run.slot, batch); !s) {
+          return failure_of(run.page, run.slot, batch, draft->position + at);
+        }
         batch.rows += run.count;
       }
     }
