@@ -90,6 +90,9 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._steps = 0  # since the last look for failures
         self._failure: Optional[TierkvError] = None  # that kernels found; every pass is refused because of it
 
+    def __repr__(self) -> str:
+        return f"TierCache({self._format}, tokens={self._batch.tokens()})"
+
     # ---- What users ask ----
 
     @property
@@ -107,7 +110,9 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     @property
     def raw_bytes(self) -> int:
         """What a cache of 16 bits takes for the same tokens."""
-        config = self.store.config
+        if self._store is None:
+            return 0
+        config = self._store.config
         return sum(self._batch.tokens()) * 4 * config.num_layers * config.num_kv_heads * config.head_dim
 
     def close(self) -> None:

@@ -367,6 +367,10 @@ class Refused(unittest.TestCase):
         for most in (0, -5):
             self.assertRaisesRegex(ValueError, "max_sequences", TierCache, max_sequences=most)
         self.assertRaisesRegex(TypeError, "max_tokens", TierCache, max_tokens="x")
+        cache = TierCache("k4v4", max_tokens=64)
+        self.assertEqual((cache.bytes_held, cache.raw_bytes), (0, 0))
+        self.run_model(cache, torch.ones(1, 5, dtype=torch.long))
+        self.assertRegex(repr(cache), r"k_bits=4.*tokens=\[5\]")
 
     def test_a_refused_pass_leaves_a_good_cache(self):
         cache, ids = TierCache(max_tokens=64, max_sequences=2), torch.ones(1, 4, dtype=torch.long)

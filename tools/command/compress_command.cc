@@ -256,7 +256,7 @@ void add_verify(CLI::App& app, int* exit_code) {
   CLI::App* c = app.add_subcommand(
       "verify",
       "Check every byte of .tkv containers and decode them; of a store's sequence the bytes");
-  c->add_option("FILE", args->files, "Containers (.tkv)")->required();
+  c->add_option("FILE", args->files, "Containers (.tkv), sequences of a store")->required();
   add_common(c, args);
   c->footer(
       "Exit codes: 0 all are sound; 1 one is damaged; 2 a word or option is unknown or missing;\n"
