@@ -51,6 +51,14 @@ std::vector<uint8_t> serialize_header(const StoreConfig& config,
   return bytes;
 }
 
+// What byte `at` of a header belongs to.
+const char* name_of_field(const StoreConfig& config, int64_t at) {
+  if (at < 12) return at < 8 ? "sink_tokens" : "window_tokens";
+  if (at < 16) return "format";
+  const auto layers = static_cast<int64_t>(config.raw_layers.size());
+  return at < 20 + 4 * layers ? "raw_layers" : "settings of the format, or profile";
+}
+
 Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "sequence: " + why);
 }
@@ -130,8 +138,11 @@ Status parse_store(const StoreConfig& config, const TokenLaws& laws,
     return Status(StatusCode::kVersion, "the sequence is of another version");
   }
   const std::vector<uint8_t> header = serialize_header(config, identity);
-  if (bytes.size() < header.size() || !std::equal(header.begin(), header.end(), bytes.begin())) {
-    return invalid("the sequence is of a store of another format, window or profile");
+  const auto end = header.begin() + std::min(header.size(), bytes.size());
+  const auto same = std::mismatch(header.begin(), end, bytes.begin()).first - header.begin();
+  if (static_cast<size_t>(same) < header.size()) {
+    return invalid(std::string("the sequence is of a store that differs in ") +
+                   name_of_field(config, same));
   }
   ByteReader in(bytes.data() + header.size(), bytes.size() - header.size());
   for (int32_t l = 0; l < config.layout.num_layers; ++l) {

@@ -127,6 +127,10 @@ class Sequences(KvStoreTest):
                 np.testing.assert_array_equal(other.attend(there, 0, q).out, store.attend(id, 0, q).out)
                 with self.assertRaises(tierkv.CorruptError):
                     other.import_sequence(data[:-1])
+            for changes, what in ((dict(sink_tokens=5), "sink_tokens"), (dict(window_tokens=80), "window_tokens"), (dict(raw_layers=(1,)), "raw_layers"),
+                                  (dict(format=preset("k4v4")), "in format$"), (dict(format=CodedFormat(k=0.2)), "settings of the format")):
+                with KvStore(config(max_tokens=512, **changes)) as other, self.assertRaisesRegex(ValueError, what):
+                    other.import_sequence(data)
             room = np.full(len(data) + 5, 0xa5, np.uint8)
             self.assertEqual(store.export_sequence(id, out=room), len(data))
             self.assertEqual(room.tobytes(), data + 5 * b"\xa5")
