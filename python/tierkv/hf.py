@@ -406,6 +406,8 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
     for extra in ("softcap", "s_aux", "position_bias", "sliding_window"):
         if kwargs.get(extra) is not None:
             raise UnsupportedError(f"{type(module).__name__}: attention with {extra}")
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError(f"{type(module).__name__}: output_attentions: nothing here makes attention weights")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if isinstance(attention_mask, _OtherMask):
         raise UnsupportedError(f"{type(module).__name__}: a mask that is more than causal and padding, or a static cache")

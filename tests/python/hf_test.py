@@ -372,6 +372,11 @@ class Refused(unittest.TestCase):
         self.run_model(cache, torch.ones(1, 5, dtype=torch.long))
         self.assertRegex(repr(cache), r"k_bits=4.*tokens=\[5\]")
 
+    def test_attention_weights_are_refused(self):
+        for cache in (TierCache(max_tokens=64), DynamicCache()):
+            with self.assertRaisesRegex(tierkv.UnsupportedError, "output_attentions"):
+                self.run_model(cache, torch.ones(1, 4, dtype=torch.long), output_attentions=True)
+
     def test_a_refused_pass_leaves_a_good_cache(self):
         cache, ids = TierCache(max_tokens=64, max_sequences=2), torch.ones(1, 4, dtype=torch.long)
         with self.assertRaisesRegex(tierkv.UnsupportedError, "4 dimensions"):
