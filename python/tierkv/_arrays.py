@@ -76,7 +76,8 @@ def byte_memory(data: Any, name: str) -> Array:
 
 
 def values(x: ArrayLike, name: str, shape: "Sequence[Union[int, None]]", dtypes: Sequence[str] = tuple(DTYPES)) -> Values:
-    """Keys or values of `dtypes`: float16, bfloat16 (ml_dtypes or torch) or float32; float64 is refused, not rounded."""
+    """Keys or values of `dtypes`: float16, bfloat16 (ml_dtypes, torch, or as uint16 where nothing else is taken) or float32; float64 is
+    refused, not rounded."""
     if str(getattr(x, "dtype", "")) == "torch.bfloat16":
         # Neither NumPy nor DLPack as NumPy reads it knows the type; the bits are the same.
         bits, dtype = to_numpy(x.view(sys.modules["torch"].int16), name).view(np.uint16), "bfloat16"
@@ -85,6 +86,8 @@ def values(x: ArrayLike, name: str, shape: "Sequence[Union[int, None]]", dtypes:
         dtype = bits.dtype.name
         if not bits.dtype.isnative:
             raise ArgumentTypeError(f"{name}: dtype {bits.dtype.str} is not in this machine's byte order")
+    if dtype == "uint16" and list(dtypes) == ["bfloat16"]:
+        dtype = "bfloat16"
     if dtype not in dtypes:
         raise ArgumentTypeError(f"{name}: dtype {dtype} instead of {' or '.join(dtypes)}")
     bits = shaped(np.ascontiguousarray(bits), shape, name)

@@ -148,8 +148,9 @@ class KvStore(lib.Owner):
 
     def append(self, sequences: Ids, layer: int, k: ArrayLike, v: ArrayLike, *, significance: Optional[ArrayLike] = None,
                q: Optional[ArrayLike] = None, query_stride: int = 1) -> None:
-        """The new tokens of one layer: k and v [sequences, tokens, num_kv_heads, head_dim] of config.dtype. `significance` float32 [sequences,
-        num_kv_heads, tokens or more] of tierkv.significance(), or the queries q [sequences, tokens, num_q_heads, head_dim], every query_stride-th."""
+        """The new tokens of one layer: k and v [sequences, tokens, num_kv_heads, head_dim] of config.dtype, for a host store bfloat16 also as
+        uint16. `significance` float32 [sequences, num_kv_heads, tokens or more] of tierkv.significance(), or the queries q [sequences, tokens,
+        num_q_heads, head_dim], every query_stride-th."""
         ids, count = _ids(sequences)
         c = self.config
         _need(k=k, v=v)

@@ -110,6 +110,20 @@ class Attention(KvStoreTest):
 
 
 class Sequences(KvStoreTest):
+    def test_bfloat16_comes_back_as_it_went(self):
+        with KvStore(config(dtype="bfloat16")) as store:
+            id = store.add_sequence()
+            floats = self.rng.uniform(0.01, 4, (2, 1, 20, KV_HEADS, HEAD_DIM)).astype(np.float32)  # fp16 holds all of their bits
+            k, v = (floats.view(np.uint32) >> 16).astype(np.uint16)
+            store.begin(id, 20)
+            store.append(id, 0, k, v)
+            for given, held in zip((k, v), store.decode_range(id, 0, 0, 20, dtype="bfloat16")):
+                np.testing.assert_array_equal(held, given[0])
+        with KvStore(config()) as store:
+            store.begin(store.add_sequence(), 20)
+            with self.assertRaisesRegex(TypeError, "uint16 instead of float16"):
+                store.append(1, 0, k, v)
+
     def test_fork_truncate_export_import(self):
         with KvStore(config()) as store:
             id = store.add_sequence()
