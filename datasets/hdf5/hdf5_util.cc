@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <string>
 #include <string_view>
 
 #include "datasets/dump.h"
@@ -209,6 +211,23 @@ bool flushed(const Handle& dataset, bool written) {
   return false;
 }
 
+namespace {
+
+// Names the command that makes a kv-dump of the file, where there is one.
+Status not_hdf5(const std::string& path) {
+  char begin[9] = {};
+  std::ifstream(path, std::ios::binary).read(begin, sizeof(begin));
+  std::string what = kNotHdf5;
+  if (std::memcmp(begin, "\x89TKV", 4) == 0) {
+    what += ": it is a container, tierkv decompress makes a kv-dump of it";
+  } else if (begin[8] == '{') {
+    what += ": if it is safetensors, tierkv convert makes a kv-dump of it";
+  }
+  return corrupt(what);
+}
+
+}  // namespace
+
 Result<Handle> open_file(const std::string& path) {
   // Anything but a regular file could block or never end.
   struct stat info;
@@ -216,7 +235,7 @@ Result<Handle> open_file(const std::string& path) {
   if (!S_ISREG(info.st_mode)) return Status(StatusCode::kIo, "is not a regular file");
   if (info.st_size == 0) return corrupt("is empty");
   if (access(path.c_str(), R_OK) != 0) return Status(StatusCode::kIo, std::strerror(errno));
-  if (H5Fis_hdf5(path.c_str()) <= 0) return corrupt(kNotHdf5);
+  if (H5Fis_hdf5(path.c_str()) <= 0) return not_hdf5(path);
   Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT));
   if (!file.ok()) return corrupt("cannot be opened as HDF5 (truncated or damaged)");
   return file;

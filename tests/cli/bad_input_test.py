@@ -28,9 +28,14 @@ class BadInput(CliTest):
         empty.write_bytes(b"")
         self.refused(empty, "is empty")
         noise = self.dir / "noise.h5"
-        noise.write_bytes(os.urandom(4096))
+        noise.write_bytes(bytes(16) + os.urandom(4096))
         self.expect(run("info", noise), 3, noise, "is neither HDF5 nor a .tkv container")
         self.expect(run("analyze", "--preset", "k8v4", noise), 3, noise, "not an HDF5 file")
+        container, tensors = self.dir / "cache.tkv", self.dir / "cache.safetensors"
+        container.write_bytes(b"\x89TKV\r\n\x1a\0" + bytes(64))
+        tensors.write_bytes((16).to_bytes(8, "little") + b'{"a": 1}        ')
+        self.expect(run("analyze", "--preset", "k8v4", container), 3, container, "tierkv decompress")
+        self.expect(run("analyze", "--preset", "k8v4", tensors), 3, tensors, "tierkv convert")
         self.refused(self.dir / "missing.h5", "No such file")
         self.refused(self.dir, "")
         other = self.dir / "other.h5"
