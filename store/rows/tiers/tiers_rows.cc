@@ -18,6 +18,7 @@ constexpr double kTypicalHigh = 0.3;
 constexpr int32_t kTokensAtOnce = 256;  // that are encoded
 
 // Names the token for which append_tokens() has refused a batch, whose row 0 is position `first`.
+// Tokens are finite, so all that a page refuses of them is their range.
 Status failure_of(const HostPage& page, int32_t slot, TokenBatch batch, int32_t first) {
   const int32_t* const end = batch.rows + std::exchange(batch.count, 1);
   while (batch.rows + 1 < end && append_tokens(page, slot, batch)) ++batch.rows, ++slot;
