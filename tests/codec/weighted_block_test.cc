@@ -230,7 +230,9 @@ TEST_F(WeightedBlockTest, FieldsAreCheckedOneByOne) {
   set("books beyond", [](BlockHeader* x) { x->base_or_books |= 1u << 14; });
   set("least length", [](BlockHeader* x) { ++x->least_length; });
   set("least length", [](BlockHeader* x) { x->least_length = 65535; });
-  for (int n : {0, 255}) set("exceptions", [&](BlockHeader* x) { x->exceptions = uint8_t(n); });
+  for (int n : {0, h.exceptions - 1, 255}) {
+    if (n != h.exceptions) set("exceptions", [&](BlockHeader* x) { x->exceptions = uint16_t(n); });
+  }
   for (int n = 0; n < 16; ++n) {
     // A part of as many bytes can hold other fields: then the last one's bits are not all read.
     if (n != h.exponent_bits)
