@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Codebooks and entropy-coded blocks.
-#include "codec/format/coded_block.h"
+#include "codec/host/coded/coded_block.h"
 
 #include "capi/abi.h"
 #include "capi/buffer.h"
@@ -51,7 +51,11 @@ Status encode(const tkv_codebook* codebook, const tkv_block_shape* shape, const 
   if (Status s = read_shape(shape, &b); !s) return s;
   if (codebook == nullptr || codes == nullptr) return invalid("codebook or codes is null");
   std::vector<uint8_t> bytes;
-  if (Status s = encode_block(codes, b.tokens, b.head_dim, codebook->book, &bytes); !s) return s;
+  if (Status s = encode_block({codes, nullptr, b.tokens, b.head_dim}, {&codebook->book, 1}, nullptr,
+                              &bytes);
+      !s) {
+    return s;
+  }
   return fill(bytes, out);
 }
 
@@ -63,8 +67,8 @@ Status decode(const tkv_codebook* codebook, const tkv_block_shape* shape, const 
   if (codebook == nullptr || codes == nullptr) return invalid("codebook or codes is null");
   if (Status s = read_struct(in, "buffer", &bytes); !s) return s;
   if (bytes.data == nullptr && bytes.size > 0) return invalid("buffer: data is null");
-  return decode_block(bytes.data, static_cast<int64_t>(bytes.size), b.tokens, b.head_dim,
-                      codebook->book, codes);
+  return decode_block(bytes.data, static_cast<int64_t>(bytes.size), {&codebook->book, 1},
+                      {codes, nullptr, b.tokens, b.head_dim});
 }
 
 }  // namespace

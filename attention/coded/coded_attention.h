@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode attention over rows of weighted blocks (codec/format/weighted_block_format.h): keys and
+// Decode attention over rows of weighted blocks (codec/format/coded_block_format.h): keys and
 // values are decoded in registers, by the lanes that multiply them.
 //
 // A row is one (sequence, kv_head). Its cache is a run of blocks of 64 tokens (the last may have

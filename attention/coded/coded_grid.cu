@@ -7,8 +7,8 @@
 
 #include "attention/coded/coded_params.h"
 #include "attention/coded/coded_shared.h"
-#include "codec/format/coded_block.h"
 #include "codec/gpu/coded/coded_stream.cuh"
+#include "codec/host/coded/coded_block.h"
 #include "gpu/cuda_device.cuh"
 
 namespace tierkv {

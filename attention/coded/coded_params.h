@@ -6,7 +6,7 @@
 
 #include "attention/coded/key_turning.h"
 #include "attention/core/columns.h"
-#include "codec/format/weighted_block_format.h"
+#include "codec/format/coded_block_format.h"
 
 namespace tierkv {
 
@@ -19,7 +19,7 @@ struct CodedHeaders {
   ExpectedHeader keys, values;
 };
 inline ExpectedHeader expected_header(const DeviceCodebook& c, int32_t head_dim) {
-  return {kWeightedBlockVersion | static_cast<uint32_t>(c.mode) << 8 |
+  return {kCodedBlockVersion | static_cast<uint32_t>(c.mode) << 8 |
               static_cast<uint32_t>(c.streams_per_lane) << 12 |
               static_cast<uint32_t>(c.component) << 14 | uint32_t{c.table_id} << 16,
           static_cast<uint32_t>(std::min(head_dim, kSliceDims)) << 8};

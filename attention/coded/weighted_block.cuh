@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted blocks as a warp opens them: codec/format/weighted_block_format.h has their bytes.
+// Weighted blocks as a warp opens them: codec/format/coded_block_format.h has their bytes.
 #pragma once
 
 #include "attention/coded/coded_tile.cuh"
-#include "codec/format/weighted_block_format.h"
+#include "codec/format/coded_block_format.h"
 #include "codec/format/weighted_step.h"
 #include "gpu/lanes.cuh"
 #include "gpu/math.cuh"
@@ -78,7 +78,7 @@ struct WeightedSlice {
   __device__ __forceinline__ bool open_raw(const uint8_t* from, const ExpectedHeader& expected) {
     const WeightedFields h(fields);
     const auto mode = static_cast<BlockMode>(block.header.x >> 8 & 15u);
-    const uint32_t plain = kWeightedBlockVersion | 1u << 12 | (expected.first & 0xc000u);
+    const uint32_t plain = kCodedBlockVersion | 1u << 12 | (expected.first & 0xc000u);
     const auto tokens = static_cast<uint32_t>(block.tokens);
     if (!is_raw_mode(mode) || (block.header.x & 0xfff0ffu) != plain ||
         (block.header.y & 0xffffu) != (expected.second | tokens) || (fields & 0xf0ffffffu) != 0 ||

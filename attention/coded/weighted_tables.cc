@@ -6,7 +6,7 @@
 #include <string>
 
 #include "attention/coded/key_turning.h"
-#include "codec/format/weighted_block_format.h"
+#include "codec/format/coded_block_format.h"
 #include "tierkv/half.h"
 
 namespace tierkv {

@@ -17,7 +17,7 @@
 #include "attention/coded/coded_attention.h"
 #include "attention/coded/weighted_tables.h"
 #include "bench/gpu/gpu_timing.cuh"
-#include "codec/host/coded/weighted_block.h"
+#include "codec/host/coded/coded_block.h"
 #include "codec/host/coded/weighted_books.h"
 
 namespace tierkv::bench {
@@ -166,12 +166,11 @@ struct Unique {
         for (const bool all : {true, false}) {
           std::vector<uint8_t> bytes;
           const int32_t tokens = kBlockTokens - (all ? 0 : kSinks);
-          const Status s =
-              encode_weighted_block({from.codes.data() + at * dump.head_dim,
-                                     from.exponents.data() + at, tokens, dump.head_dim},
-                                    choice->family, nullptr, &bytes);
+          const Status s = encode_block({from.codes.data() + at * dump.head_dim,
+                                         from.exponents.data() + at, tokens, dump.head_dim},
+                                        choice->family.books, nullptr, &bytes);
           if (!s) fail(s.message());
-          const BlockHeader h0 = load_weighted_header(bytes.data());
+          const BlockHeader h0 = load_header(bytes.data());
           if (!is_raw_mode(h0.mode))
             largest = std::max(largest, static_cast<int32_t>(bytes.size()));
           if (all) exceptions += h0.exceptions;

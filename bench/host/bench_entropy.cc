@@ -12,8 +12,8 @@
 #include <memory>
 #include <random>
 
-#include "codec/format/coded_block.h"
 #include "codec/format/global_step.h"
+#include "codec/host/coded/coded_block.h"
 #include "datasets/dump.h"
 #include "tierkv/half.h"
 
@@ -107,8 +107,9 @@ void encode_all(const Codes& codes, Coded* out) {
   out->offsets.clear();
   for (int64_t t = 0; t < codes.tokens(); t += kBlockTokens) {
     out->offsets.push_back(static_cast<int64_t>(out->bytes.size()));
-    const Status s = encode_block(codes.codes.data() + t * codes.head_dim, kBlockTokens,
-                                  codes.head_dim, out->codebook, &out->bytes);
+    const Status s = encode_block(
+        {codes.codes.data() + t * codes.head_dim, nullptr, kBlockTokens, codes.head_dim},
+        {&out->codebook, 1}, nullptr, &out->bytes);
     if (!s) return out->bytes.clear();
   }
   out->offsets.push_back(static_cast<int64_t>(out->bytes.size()));
@@ -176,10 +177,10 @@ void decode(benchmark::State& state, Component component, CodebookSpec spec) {
   std::vector<int16_t> back(codes.codes.size());
   for (auto _ : state) {
     for (size_t b = 0; b + 1 < coded.offsets.size(); ++b) {
-      const Status s = decode_block(
-          coded.bytes.data() + coded.offsets[b], coded.offsets[b + 1] - coded.offsets[b],
-          kBlockTokens, codes.head_dim, coded.codebook,
-          back.data() + static_cast<int64_t>(b) * kBlockTokens * codes.head_dim);
+      int16_t* const to = back.data() + static_cast<int64_t>(b) * kBlockTokens * codes.head_dim;
+      const Status s = decode_block(coded.bytes.data() + coded.offsets[b],
+                                    coded.offsets[b + 1] - coded.offsets[b], {&coded.codebook, 1},
+                                    {to, nullptr, kBlockTokens, codes.head_dim});
       if (!s) return state.SkipWithError(s.message().c_str());
     }
     benchmark::ClobberMemory();

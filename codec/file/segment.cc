@@ -60,8 +60,8 @@ StatusCode SegmentDecoder::read_weighted(int64_t tokens) {
   codes_.codes.resize(tokens * format_.head_dim);
   int64_t size = 0;
   const uint8_t* bytes = block_bytes(&size);
-  const WeightedTarget target = {codes_.codes.data(), exponents, n, format_.head_dim};
-  if (Status s = decode_weighted_block(bytes, size, *w.family, target); !s) return s.code();
+  const BlockTarget target = {codes_.codes.data(), exponents, n, format_.head_dim};
+  if (Status s = decode_block(bytes, size, w.family->books, target); !s) return s.code();
   ++block_;
   const int64_t position = w.first_position + token_ - tokens;
   const WeightedSource source = {codes_.codes.data(), exponents, n, position};
@@ -75,9 +75,10 @@ StatusCode SegmentDecoder::read_blocks(int64_t tokens) {
     int64_t size = 0;
     const uint8_t* bytes = block_bytes(&size);
     int16_t* codes = codes_.codes.data() + t * d;
-    const StatusCode s = format_.blocks != nullptr
-                             ? format_.blocks->decode(bytes, size, n, d, codes)
-                             : decode_block(bytes, size, n, d, *format_.codebook, codes).code();
+    const StatusCode s =
+        format_.blocks != nullptr
+            ? format_.blocks->decode(bytes, size, n, d, codes)
+            : decode_block(bytes, size, {format_.codebook, 1}, {codes, nullptr, n, d}).code();
     if (s != StatusCode::kOk) return s;
   }
   return StatusCode::kOk;

@@ -9,9 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/format/coded_block.h"
 #include "codec/format/quantize.h"
-#include "codec/host/coded/weighted_block.h"
+#include "codec/host/coded/coded_block.h"
 #include "codec/host/coded/weighted_rows.h"
 #include "tierkv/basis.h"
 #include "tierkv/format.h"

@@ -10,8 +10,8 @@
 //
 //   values   O^T = V^T P^T  channel 16 block + g + 8 rh, tokens 16 tile + 2 t + 8 ch + {0, 1}
 //
-// A lane's stream runs over tiles, then dim blocks in a DimBlockOrder, then r. Raw codes take the
-// fixed-width tiles of unified pages.
+// A lane's stream runs over tiles, then dim blocks as dim_block_at() says, then r. Raw codes take
+// the fixed-width tiles of unified pages.
 #pragma once
 
 #include <cstdint>
@@ -30,16 +30,11 @@ inline constexpr int32_t dim_block_count(int32_t head_dim) {
   return (head_dim + kDimBlock - 1) / kDimBlock;
 }
 
-// The order in which a stream passes the dim blocks of a tile.
-enum class DimBlockOrder : uint8_t {
-  kAscending,
-  // 0, h, 1, h + 1, ... with h half the number of blocks, rounded up: those whose channels RoPE
-  // turns together in halves follow each other.
-  kPartners,
-};
-// The dim block that comes as number i.
-TKV_HD constexpr int32_t dim_block_at(DimBlockOrder order, int32_t blocks, int32_t i) {
-  return order == DimBlockOrder::kAscending ? i : i / 2 + i % 2 * ((blocks + 1) / 2);
+// The dim block of a tile that a stream passes as number i. Keys: 0, h, 1, h + 1, ... with h half
+// the number of blocks, rounded up, so that those whose channels RoPE turns together in halves
+// follow each other. Values: ascending.
+TKV_HD constexpr int32_t dim_block_at(Component component, int32_t blocks, int32_t i) {
+  return component == Component::kValue ? i : i / 2 + i % 2 * ((blocks + 1) / 2);
 }
 
 struct PairPosition {

@@ -51,7 +51,7 @@ class Engine;
 }
 
 // Format "coded": a step per row times an eighth-octave exponent per token, Huffman-coded in blocks
-// of 64 positions (docs/reference/format.md, "Weighted blocks"). Keys are quantised before RoPE.
+// of 64 positions (docs/reference/format.md, "Weighted steps"). Keys are quantised before RoPE.
 struct TKV_API CodedFormat {
   // k: the standard deviation of the error that key steps may cause in a logit. v: value steps as a
   // fraction of the size of the token's value. Both at most 1024. 0: 0.55 and 0.5 with a profile

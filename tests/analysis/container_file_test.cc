@@ -278,7 +278,7 @@ TEST_F(ContainerFileTest, AFamilyOfBooksThatContradictEachOtherIsRefused) {
   const Status s = chunks.verify_as(path("b.tkv"));
   EXPECT_EQ(s.code(), StatusCode::kCorrupt);
   EXPECT_THAT(s.message(),
-              HasSubstr("b.tkv: " + to_string(first.first.key) + ": weighted block: book 1"));
+              HasSubstr("b.tkv: " + to_string(first.first.key) + ": coded block: book 1"));
 }
 
 TEST_F(ContainerFileTest, ZstdPresetsAreRefusedByNameAndLeaveNothing) {

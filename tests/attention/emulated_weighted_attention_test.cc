@@ -216,7 +216,7 @@ class WrongBytes : public EmulatedWeightedAttention {
  protected:
   // Whether a byte of a block's header can have one value only.
   static bool is_settled(const uint8_t* block, int32_t at) {
-    const bool is_raw = is_raw_mode(load_weighted_header(block).mode);
+    const bool is_raw = is_raw_mode(load_header(block).mode);
     return at < 3 || at == 4 || at == 5 || (!is_raw && (at == 6 || at == 7)) || at == 8 ||
            at == 9 || at == 12 || at == 13;
   }

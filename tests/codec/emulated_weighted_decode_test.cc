@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "codec/gpu/coded/weighted_decode.cuh"
-#include "codec/host/coded/weighted_block.h"
+#include "codec/host/coded/coded_block.h"
 #include "tests/support/fresh_random.h"
 #include "tests/support/weighted_world.h"
 
@@ -253,8 +253,8 @@ TEST_F(EmulatedWeightedDecode, HostileBytes) {
     std::vector<int16_t> codes(static_cast<size_t>(b.last - b.first) * shape.head_dim);
     std::vector<int8_t> exponents(b.last - b.first);
     const Status host =
-        decode_weighted_block(bytes, int64_t{16} * run.places[bad].units, world.books[run.c].family,
-                              {codes.data(), exponents.data(), b.last - b.first, shape.head_dim});
+        decode_block(bytes, int64_t{16} * run.places[bad].units, world.books[run.c].family.books,
+                     {codes.data(), exponents.data(), b.last - b.first, shape.head_dim});
     run.run();
     EXPECT_EQ(run.status[bad], host.code()) << host.message();
     EXPECT_EQ(run.status[1 - bad], StatusCode::kOk);
@@ -287,9 +287,9 @@ TEST_F(EmulatedWeightedDecode, EveryFieldAndGap) {
         if (at == 14 || at == 15) continue;
         bytes[at] ^= static_cast<uint8_t>(1u << below(8));
         store_u16(bytes + 14, block_checksum(bytes, size));
-        const Status host = decode_weighted_block(
-            bytes, size, world.books[run.c].family,
-            {codes.data(), exponents.data(), b.last - b.first, shape.head_dim});
+        const Status host =
+            decode_block(bytes, size, world.books[run.c].family.books,
+                         {codes.data(), exponents.data(), b.last - b.first, shape.head_dim});
         run.run();
         ASSERT_EQ(run.status[0], host.code()) << "byte " << at << ": " << host.message();
         std::memcpy(bytes, b.bytes[run.c].data(), b.bytes[run.c].size());

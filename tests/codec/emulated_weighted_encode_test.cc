@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that encode weighted blocks, on the host, against encode_weighted_block():
+// The warps that encode weighted blocks, on the host, against encode_block():
 // the same bytes.
 #include "codec/gpu/coded/weighted_encode.cuh"
 
@@ -15,7 +15,7 @@
 namespace tierkv {
 namespace {
 
-constexpr uint32_t kSlotUnits = 2 * kMaxWeightedBlockBytes / kBlockAlignment;
+constexpr uint32_t kSlotUnits = 2 * kMaxCodedBlockBytes / kBlockAlignment;
 
 // A call over a world, with poisoned outputs.
 struct EncodeRun {
@@ -194,7 +194,7 @@ TEST_F(EmulatedWeighted, RaggedRawBlocksFarFromZero) {
     world.use_strange_books(rng_);
     world.encode_blocks();
     if (HasFatalFailure()) return;
-    const BlockHeader h = load_weighted_header(world.blocks[0].bytes[1].data());
+    const BlockHeader h = load_header(world.blocks[0].bytes[1].data());
     ASSERT_TRUE(is_raw_mode(h.mode) && h.base_or_books > 1);
     EncodeRun run(world);
     run.run(1);

@@ -34,9 +34,8 @@ class WeightedBooksTest : public testing::Test {
     const auto tokens = static_cast<int32_t>(codes.size()) / head_dim;
     for (int32_t t = 0; t < tokens; t += 64) {
       const int32_t n = std::min(64, tokens - t);
-      EXPECT_TRUE(
-          encode_weighted_block({codes.data() + int64_t{t} * head_dim, e.data(), n, head_dim},
-                                choice.family, choice.book_of.data(), &out));
+      EXPECT_TRUE(encode_block({codes.data() + int64_t{t} * head_dim, e.data(), n, head_dim},
+                               choice.family.books, choice.book_of.data(), &out));
     }
     EXPECT_EQ(choice.family.books.front().component, component);
     return static_cast<int64_t>(8 * out.size());

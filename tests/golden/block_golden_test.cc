@@ -4,7 +4,7 @@
 #include <bit>
 #include <random>
 
-#include "codec/format/coded_block.h"
+#include "codec/host/coded/coded_block.h"
 #include "tests/golden/golden_table.h"
 
 namespace tierkv {
@@ -51,7 +51,8 @@ TEST(BlockGolden, BytesOfEveryModeAndShape) {
           ASSERT_TRUE(codebook.is_ok()) << codebook.status().message();
           std::vector<uint8_t> book, bytes;
           serialize_codebook(*codebook, &book);
-          ASSERT_TRUE(encode_block(codes.data(), tokens, head_dim, *codebook, &bytes));
+          ASSERT_TRUE(encode_block({codes.data(), nullptr, tokens, head_dim}, {&*codebook, 1},
+                                   nullptr, &bytes));
           int32_t exceptions = 0;
           for (size_t at = 0; at < bytes.size(); at += 16 * load_header(&bytes[at]).units) {
             exceptions += load_header(&bytes[at]).exceptions;
@@ -95,7 +96,7 @@ TEST(BlockGolden, ExampleOfTheDocument) {
   codes[2 * 16 + 5] = 9;
   std::vector<uint8_t> book, bytes;
   serialize_codebook(*codebook, &book);
-  ASSERT_TRUE(encode_block(codes.data(), 16, 16, *codebook, &bytes));
+  ASSERT_TRUE(encode_block({codes.data(), nullptr, 16, 16}, {&*codebook, 1}, nullptr, &bytes));
   ASSERT_EQ(bytes[1] & 15, static_cast<int>(BlockMode::kPair));
   const std::vector<uint8_t> document =
       golden::read_file(TIERKV_SOURCE_DIR "/docs/internals/coded-attention.md");

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 import weighted
-from coded_blocks import coded_size, entropy_bits, weighted_size
+from coded_blocks import coded_size, entropy_bits
 from pages import paged_bytes, slab_bytes
 from presets import RAW, has_tiers, parse
 from quantizers import Basis, bf16, fp16, global_steps, metadata_bits, quantize
@@ -297,7 +297,7 @@ def add_size(tally, layer, scheme, tiers, stored, c):
             bits += 8 * (size + 4 * sum(-(-len(r) // 64) for r in rows)) + count * metadata_bits(fmt, d)
         elif coded and stored.exponents is not None:
             of = [stored.exponents[r][mask[r]] for r in range(layer.rows) if mask[r].any()]
-            size, blocks, codebook = weighted_size(rows, of, min(scheme.sinks, layer.tokens), c)
+            size, blocks, codebook = coded_size(rows, c, of, min(scheme.sinks, layer.tokens))
             tally[f"coded_bits{c}"] += 8 * size
             bits += 8 * (size + 4 * blocks + codebook)
         elif coded and scheme.huffman:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 LIMIT = 12
-STREAMS = 1
 EXCEPTION_BITS = 32
 FAR = 1 << 20  # bits of what cannot be
 CODES_A_SYMBOL = {"quad": 4, "pair": 2, "split": 2}
@@ -140,25 +139,6 @@ def choose_codebook(rows, component):
     return min(books, key=lambda b: b.training_bits)
 
 
-def block_sizes(codes, component, book):
-    """Bytes of each block of a row's slice, coded or raw, whichever is smaller. codes: [tokens, dims <= 128]."""
-    starts = np.arange(0, len(codes), 64)
-    tiles = -(-np.minimum(64, len(codes) - starts) // 16)
-    dims = -(-codes.shape[1] // 16) * 16
-    spread = [int(codes[s:s + 64].max()) - int(codes[s:s + 64].min()) for s in starts]
-    bits = np.array([next(b for b in (2, 4, 8, 16) if b == 16 or x < 2 ** b) for x in spread])
-    width = np.where(bits == 2, -(-dims // 32) * 32, dims)
-    raw = 16 + tiles * 16 * width * bits // 8
-    if book is None:
-        return raw
-    symbols = book.symbols(tile(codes, component, book.k))
-    payload, wrong = (np.add.reduceat(cost[symbols].sum(1), starts // 16) for cost in (book.word, book.wrong))
-    low_plane = tiles * 8 * dims if book.mode == "split" else 0
-    coded = 16 + 64 * STREAMS + low_plane + 4 * -(-payload // 32) + 4 * wrong
-    coded = -(-coded // 16) * 16
-    return np.where((coded < raw) & (wrong <= 256) & (payload <= 65535), coded, raw)
-
-
 def lanes(component, shape, k):
     """The lane of each symbol of a tile [16 tokens, dims], in the order of tile()."""
     dims = shape[1]
@@ -175,8 +155,8 @@ def field_width(values):
     return int(values.max() - values.min()).bit_length()
 
 
-def weighted_block_size(codes, exponents, component, book):
-    """Bytes of a weighted block of at most 64 tokens and 128 dims; exponents: None where another slice has them."""
+def block_size(codes, exponents, component, book):
+    """Bytes of a block of at most 64 tokens and 128 dims, coded or raw, whichever is smaller; exponents: None where all are 0."""
     tiles, dims = -(-len(codes) // 16), -(-codes.shape[1] // 16) * 16
     head = 16 + (4 * -(-len(codes) * field_width(exponents) // 32) if exponents is not None else 0)
     spread = int(codes.max()) - int(codes.min())
@@ -197,21 +177,18 @@ def weighted_block_size(codes, exponents, component, book):
     return size if size < raw and wrong <= 255 else raw
 
 
-def weighted_size(rows, exponents, first, component):
-    """(bytes of blocks, number of blocks, bytes of the codebook) of rows of weighted steps; first: position of their first token."""
+def coded_size(rows, component, exponents=None, first=0):
+    """(bytes of blocks, number of blocks, bytes of the codebook) of one scope. rows: a list of code arrays [tokens, dims] whose
+    first token is at position `first`; exponents: one [tokens] a row."""
     def cut(row):
-        ends = list(range((first // 64 + 1) * 64 - first, len(row), 64))
-        return np.split(row, ends)
-    blocks = [(c[:, s:s + 128], e if s == 0 else None)
-              for row, exponent in zip(rows, exponents) for c, e in zip(cut(row), cut(exponent)) for s in range(0, row.shape[1], 128)]
+        return np.split(row, range((first // 64 + 1) * 64 - first, len(row), 64))
     book = choose_codebook([row[:, c:c + 128] for row in rows for c in range(0, row.shape[1], 128)], component)
-    size = sum(weighted_block_size(c, e, component, book) for c, e in blocks)
-    return size, sum(len(cut(row)) for row in rows), book.bytes if book else 0
-
-
-def coded_size(rows, component):
-    """(bytes of blocks, number of blocks, bytes of the codebook) of one scope. rows: a list of code arrays [tokens, dims]."""
-    slices = [row[:, c:c + 128] for row in rows for c in range(0, row.shape[1], 128)]
-    book = choose_codebook(slices, component)
-    sizes = [block_sizes(s, component, book) for s in slices]
-    return int(sum(map(np.sum, sizes))), sum(map(len, sizes)), book.bytes if book else 0
+    size = blocks = 0
+    for i, row in enumerate(rows):
+        parts = cut(row)
+        blocks += len(parts)
+        for n, part in enumerate(parts):
+            for s in range(0, row.shape[1], 128):
+                own = cut(exponents[i])[n] if exponents is not None and s == 0 else None
+                size += block_size(part[:, s:s + 128], own, component, book)
+    return size, blocks, book.bytes if book else 0

@@ -122,49 +122,6 @@ def raw_tiles(data, bits, tiles, width, component):
     return (stored[:, byte // 4] >> bit & ((1 << bits) - 1)).reshape(16 * tiles, width).astype(np.int64)
 
 
-def decode_block(b, book):
-    """Codes [tokens, dims] of the block that starts at b."""
-    start = b.at
-    _, mode, _, component, tokens, dims, base, payload_bits, exceptions, units, _ = b("BBBBBBhHHHH")
-    mode, streams = mode & 15, mode >> 4
-    tiles, blocks = (tokens + 15) // 16, (dims + 15) // 16
-    codes = np.zeros((16 * tiles, 16 * blocks), np.int64)
-    if mode < 4:
-        bits = 2 << mode
-        width = 16 * (blocks + blocks % 2 if bits == 2 else blocks)
-        values = raw_tiles(b.take(tiles * width * bits * 2), bits, tiles, width, component)[:, :16 * blocks]
-        codes = values + base if bits < 16 else values.astype(np.uint16).view(np.int16).reshape(codes.shape).astype(np.int64)
-    else:
-        need(mode == book.mode and component == book.component and streams == book.streams, "another codebook")
-        begin = b.array("u2", 32 * streams).astype(np.int64)
-        low = raw_tiles(b.take(tiles * 128 * blocks), 4, tiles, 16 * blocks, component) if mode == 7 else 0
-        payload = b.take((payload_bits + 31) // 32 * 4)
-        bits = np.unpackbits(np.frombuffer(payload, np.uint8), bitorder="little")
-        bits = np.concatenate([bits, np.zeros(1 << 13, np.uint8)]).astype(np.int64)
-        window = sum(bits[i:len(bits) - 16 + i] << i for i in range(book.longest))
-        pairs = 4 * tiles * blocks
-        found, at = [], begin.copy()
-        for _ in range(2 * pairs // book.per_symbol // streams):
-            found.append(book.symbol_of[window[at]])
-            at += book.length_of[window[at]]
-        need((at == np.append(begin[1:], payload_bits)).all() and begin[0] == 0, "streams do not meet")
-        found = book.codes[np.array(found)]                               # [steps, stream, code of the symbol]
-        found = found.reshape(found.shape[0], streams, 32, -1).transpose(2, 0, 1, 3)  # lane, step, stream, code
-        if mode == 4 and streams == 2:  # two symbols a pair: both of one pair come from one stream
-            found = found.reshape(32, -1, 2, 2).transpose(0, 1, 3, 2)
-        found = found.reshape(32, tiles, blocks, 4, 2)
-        lane, tile, f, r, which = np.meshgrid(*map(np.arange, found.shape), indexing="ij")
-        row, col = lane // 4 + 8 * (r % 2), 2 * (lane % 4) + 8 * (r // 2) + which
-        token, dim = (row, col) if component == 0 else (col, row)
-        codes[16 * tile + token, 16 * f + dim] = found
-        codes = codes + low
-    for _ in range(exceptions):
-        index, delta = b("Hh")
-        codes[index // 128, index % 128] += delta
-    b.at = start + 16 * units
-    return codes[:tokens, :dims]
-
-
 def hadamard_undo(y):
     d, state, signs = y.shape[1], 0x7469657264, []
     for _ in range(d):
@@ -222,7 +179,9 @@ def decode_segment(chunks, key):
         book, source, rows = load_codebook(chunks[CODEBOOK, seq, layer, -1, component, part, 0]), Bytes(data), []
         for start in starts:
             need(source.at == start, "block start")
-            rows.append(np.concatenate([decode_block(source, book) for _ in range(0, d, 128)], 1))
+            slices = [weighted.decode_block(source, [book], raw_tiles) for _ in range(0, d, 128)]
+            need(not any(exponents.any() for _, exponents in slices), "exponents")
+            rows.append(np.concatenate([codes for codes, _ in slices], 1))
         source.end()
         codes = np.concatenate(rows)
     else:
@@ -242,7 +201,7 @@ def decode_segment(chunks, key):
 
 
 def weighted_tokens(chunks, key, data, starts, n, d, first):
-    """Values [n, d] of weighted blocks."""
+    """Values [n, d] of weighted steps."""
     _, seq, layer, head, component, part, _ = key
     books, source, rows, exponents = [], Bytes(data), [], []
     while (CODEBOOK, seq, layer, -1, component, part, len(books)) in chunks:

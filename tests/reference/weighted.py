@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted steps and weighted blocks, from docs/reference/format.md, section 6."""
+"""Coded blocks and weighted steps, from docs/reference/format.md, sections 5 and 6."""
 import numpy as np
 
 LEAST_G, MOST_G = -8, 4
@@ -144,7 +144,7 @@ def read_symbols(payload, lengths, books, book_of, streams, steps, blocks):
 
 
 def decode_block(b, books, raw_tiles):
-    """(codes [tokens, dims], exponents or None) of the weighted block that starts at b."""
+    """(codes [tokens, dims], exponents [tokens]) of the coded block that starts at b."""
     start = b.at
     version, kind, _, least, tokens, dims, base, least_length, exceptions, widths, units, _ = b("BBBbBBHHBBHH")
     mode, streams, component = kind & 15, kind >> 4 & 3, kind >> 6

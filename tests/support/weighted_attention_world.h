@@ -14,7 +14,7 @@
 #include "attention/coded/coded_attention.h"
 #include "attention/coded/weighted_tables.h"
 #include "codec/format/element.h"
-#include "codec/host/coded/weighted_block.h"
+#include "codec/host/coded/coded_block.h"
 #include "codec/host/coded/weighted_books.h"
 #include "codec/host/coded/weighted_rows.h"
 #include "tests/support/code_source.h"
@@ -159,12 +159,12 @@ inline void add_blocks(World* w, CodeSource* source, int32_t c, const WeightedRo
     if (w->shape.odd_blocks) disturb(source, dims, here, block);
     std::vector<uint8_t>& bytes = w->bytes[c];
     const size_t begin = bytes.size();
-    const Status s = encode_weighted_block({block, from.exponents.data() + t, here, dims},
-                                           w->books[c].family, nullptr, &bytes);
+    const Status s = encode_block({block, from.exponents.data() + t, here, dims},
+                                  w->books[c].family.books, nullptr, &bytes);
     EXPECT_TRUE(s) << s.message();
     bool coded = false;
     for (size_t at = begin; at < bytes.size();) {
-      const BlockHeader h = load_weighted_header(bytes.data() + at);
+      const BlockHeader h = load_header(bytes.data() + at);
       coded |= !is_raw_mode(h.mode);
       at += size_t{h.units} * kBlockAlignment;
     }

@@ -245,8 +245,8 @@ struct WeightedWorld {
     const int32_t tokens = block.last - block.first;
     for (int32_t c = 0; c < 2; ++c) {
       const int16_t* from = &codes[c][first * shape.head_dim];
-      ASSERT_TRUE(encode_weighted_block({from, &exponents[c][first], tokens, shape.head_dim},
-                                        books[c].family, nullptr, &block.bytes[c]));
+      ASSERT_TRUE(encode_block({from, &exponents[c][first], tokens, shape.head_dim},
+                               books[c].family.books, nullptr, &block.bytes[c]));
       block.values[c].resize(static_cast<size_t>(tokens) * shape.head_dim);
       ASSERT_TRUE(dequantize_weighted(rows[r], static_cast<Component>(c),
                                       {from, &exponents[c][first], tokens, block.first},

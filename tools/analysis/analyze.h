@@ -14,7 +14,7 @@
 #include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tools/analysis/detail.h"
-#include "tools/analysis/scheme/weighted_stats.h"
+#include "tools/analysis/scheme/block_stats.h"
 #include "tools/presets/preset.h"
 
 namespace tierkv::analysis {
@@ -43,8 +43,8 @@ struct Tally {
     double sensitivity = 0;  // the profile's; 0 without
   };
   std::map<std::array<int32_t, 3>, RowError> rows;
-  WeightedBlockStats blocks;  // of weighted steps
-  int64_t row_bytes = 0;      // of stored_bytes: means and steps of the sequences' own
+  BlockStats blocks;      // of weighted steps
+  int64_t row_bytes = 0;  // of stored_bytes: means and steps of the sequences' own
   double encode_seconds = 0, decode_seconds = 0;  // thread time
   int64_t input_fp16_bytes = 0;
 

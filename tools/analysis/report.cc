@@ -36,7 +36,7 @@ std::optional<TierPolicy> kept_apart(const AnalyzeResult& r) {
 // Bytes of weighted blocks by what they hold, and of rows' own means and steps; null without
 // blocks.
 Json parts_json(const Tally& t) {
-  const WeightedBlockStats& s = t.blocks;
+  const BlockStats& s = t.blocks;
   if (s.total_bits() == 0) return nullptr;
   Json j;
   j["codes"] = s.payload_bits / 8;

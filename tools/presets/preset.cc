@@ -3,7 +3,7 @@
 
 #include <map>
 
-#include "codec/format/weighted_block_format.h"
+#include "codec/format/coded_block_format.h"
 #include "codec/host/coded/weighted_rows.h"
 #include "tierkv/layout.h"
 #include "tools/presets/preset_classes.h"

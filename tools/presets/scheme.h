@@ -15,7 +15,7 @@ namespace tierkv::analysis {
 // quantise.
 enum class Coder : int32_t {
   kNone = 0,     // fixed width
-  kHuffman = 1,  // coded blocks, codec/format/coded_block.h
+  kHuffman = 1,  // coded blocks, codec/host/coded/coded_block.h
   kZstd = 2,     // one byte a code (raw bytes where the format is raw), zstd: the CPU baseline
   // Baselines by blocks of 64 tokens, tools/analysis/baselines.
   kFse = 3,         // tANS

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <random>
 
-#include "codec/format/coded_block.h"
+#include "codec/host/coded/coded_block.h"
 
 namespace tierkv {
 namespace {
@@ -18,8 +18,10 @@ void append_digits(const int16_t* codes, const Codebook& codebook, std::vector<u
   for (int32_t i = 0; i < kTreeBlockCodes; ++i) {
     const int32_t lane = i % kWarpLanes, n = i / kWarpLanes;  // number n of the lane's stream
     const int32_t pair = n / 2, fragment = pair / kPairsPerFragment;
-    const PairPosition at = pair_position(codebook.component, fragment / kBlocks,
-                                          fragment % kBlocks, pair % kPairsPerFragment, lane);
+    const PairPosition at =
+        pair_position(codebook.component, fragment / kBlocks,
+                      dim_block_at(codebook.component, kBlocks, fragment % kBlocks),
+                      pair % kPairsPerFragment, lane);
     const bool key = codebook.component == Component::kKey;
     const int32_t token = at.token + (key ? 0 : n % 2), dim = at.dim + (key ? n % 2 : 0);
     const auto digit = static_cast<uint8_t>(codes[token * kSliceDims + dim] - codebook.base);
@@ -34,11 +36,11 @@ Result<TreeBlocks> make_tree_blocks(const std::vector<int16_t>& codes, const Cod
   made.units.push_back(0);
   for (size_t i = 0; i < codes.size(); i += kTreeBlockCodes) {
     const size_t begin = made.bytes.size();
-    if (Status s = encode_block(&codes[i], kBlockTokens, kSliceDims, codebook, &made.bytes); !s) {
-      return s;
-    }
+    Status s = encode_block({&codes[i], nullptr, kBlockTokens, kSliceDims}, {&codebook, 1}, nullptr,
+                            &made.bytes);
+    if (!s) return s;
     const uint8_t* const block = &made.bytes[begin];
-    const BlockHeader header = load_header(block);
+    const BlockHeader header = load_header_and_payload(block);
     if (header.mode != codebook.mode) {
       return Status(StatusCode::kUnsupported, "tree blocks: smaller raw");
     }

@@ -12,6 +12,7 @@
 #include "gpu/copies.cuh"
 #include "gpu/shared_memory.cuh"
 #include "gpu/warp.cuh"
+#include "gpu/warp_sums.cuh"
 
 namespace tierkv {
 
@@ -168,10 +169,12 @@ __device__ __forceinline__ void decode_tree_blocks(const TreeDecode& call, uint8
     wait_copies();
     __syncwarp();
     const BlockHeader header = load_header(block);
-    const auto* const starts = reinterpret_cast<const uint16_t*>(block + kCodedBlockHeaderBytes);
-    const int32_t next = lane_index() + 1;
-    decoder.decode({block + block_layout(header).payload, starts[lane_index()],
-                    next < kWarpLanes ? starts[next] : header.payload_bits, room,
+    const BlockLayout layout = block_layout(header);
+    const uint32_t above = load_field(block + layout.lengths, lane_index(), header.length_bits);
+    const int32_t length = header.least_length + static_cast<int32_t>(above);
+    int32_t total;
+    const int32_t begin = sum_before(length, &total);
+    decoder.decode({block + layout.payload, begin, begin + length, room,
                     call.digits + int64_t{kTreeBlockCodes / 4} * i + lane_index()});
     __syncwarp();
   }

@@ -2,8 +2,8 @@
 // What checks a slice in shared memory and decodes its tiles, by a warp.
 #pragma once
 
+#include "codec/format/coded_block_format.h"
 #include "codec/format/quantize.h"
-#include "codec/format/weighted_block_format.h"
 #include "codec/gpu/coded/coded_batch.h"
 #include "codec/gpu/coded/coded_stream.cuh"
 #include "gpu/copies.cuh"
@@ -22,7 +22,7 @@ inline constexpr int32_t kCodesTileBytes = kTileTokens * kTileStride * 2;
 // Fields that can be judged by the header and the codebook alone.
 __device__ inline bool header_is_valid(const BlockHeader& h, int32_t tokens, int32_t dims,
                                        Component component, const DeviceCodebook& book) {
-  if (h.version != kWeightedBlockVersion || static_cast<int32_t>(h.mode) >= kNumBlockModes ||
+  if (h.version != kCodedBlockVersion || static_cast<int32_t>(h.mode) >= kNumBlockModes ||
       h.component != component || h.tokens != tokens || h.dims != dims ||
       h.exponent_bits > kMaxExponentBits || h.length_bits > kMaxLengthBits) {
     return false;
@@ -162,9 +162,7 @@ __device__ __forceinline__ void decode_pair_tile(TableReader& reader, int32_t di
                                                  const PairBase& base, int16_t* codes) {
   constexpr auto kComponent = kKey ? Component::kKey : Component::kValue;
   const int32_t blocks = dim_block_count(dims);
-  const auto dim_of = [&](int32_t i) {
-    return dim_block_at(weighted_order(kComponent), blocks, i) * kDimBlock;
-  };
+  const auto dim_of = [&](int32_t i) { return dim_block_at(kComponent, blocks, i) * kDimBlock; };
   const PairPosition lane = pair_position(kComponent, 0, 0, 0, lane_index());
   int16_t* to = codes + lane.token * kTileStride + lane.dim;
 #pragma unroll 1

@@ -46,7 +46,7 @@ Status WeightedDecode::validate() const {
   if (book.max_length < 1 || book.max_length > kMaxCodeLength) {
     return invalid("max_length of a codebook");
   }
-  if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxWeightedBlockBytes) {
+  if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxCodedBlockBytes) {
     return invalid("max_block_bytes");
   }
   if (num_ranges == 0 || most_blocks == 0) return Status::ok();

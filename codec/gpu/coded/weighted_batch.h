@@ -2,7 +2,7 @@
 // What the kernels of weighted blocks take: keys and values to blocks (weighted_encode.cuh), and
 // ranges of tokens back (weighted_decode.cuh).
 // Bytes and numbers are those of codec/host/coded/weighted_rows.h and
-// codec/host/coded/weighted_block.h, bit for bit.
+// codec/host/coded/coded_block.h, bit for bit.
 //
 // Work comes as ranges of tokens of rows. A block holds the positions [64 b, 64 b + 64) of a row's
 // body; the first one begins behind the sinks, the last one may end early. A warp works on a block.
@@ -13,8 +13,8 @@
 
 #include <cstdint>
 
+#include "codec/format/coded_block_format.h"
 #include "codec/format/rope_turn.h"
-#include "codec/format/weighted_block_format.h"
 #include "codec/gpu/coded/coded_batch.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
@@ -122,7 +122,7 @@ struct WeightedDecode {
   int32_t most_blocks = 0;  // that a range meets
   // The most bytes that a block (slice) may have: more warps fit with less. Larger blocks get
   // kOutOfRange.
-  int32_t max_block_bytes = kMaxWeightedBlockBytes;
+  int32_t max_block_bytes = kMaxCodedBlockBytes;
 
   // kInvalidArgument naming the field, kUnsupported. Reads no array.
   Status validate() const;

@@ -142,14 +142,14 @@ __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeT
   const bool fits = slice.size < call.max_block_bytes;
   copy_block(slice.from, fits ? static_cast<int32_t>(slice.size) : call.max_block_bytes,
              memory.block);
-  BlockHeader h = load_weighted_header(memory.block);
+  BlockHeader h = load_header(memory.block);
   const int32_t dims = min(kSliceDims, call.rows.head_dim - slice.first_dim);
   if (!header_is_valid(h, target.tokens, dims, call.component, book)) {
     return StatusCode::kCorrupt;
   }
   const int32_t bytes = h.units * kBlockAlignment;
   BlockLayout at = block_layout(h);
-  if (at.bytes > bytes || bytes > slice.size || bytes > kMaxWeightedBlockBytes) {
+  if (at.bytes > bytes || bytes > slice.size || bytes > kMaxCodedBlockBytes) {
     return StatusCode::kCorrupt;
   }
   if (bytes > call.max_block_bytes) return StatusCode::kOutOfRange;

@@ -272,7 +272,7 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
   return code;
 }
 
-// By CTA `block` of `blocks`, of whole warps: the bytes of encode_weighted_block(). A code beyond
+// By CTA `block` of `blocks`, of whole warps: the bytes of encode_block(). A code beyond
 // 16 bits becomes the nearest one: the status is kOutOfRange, the block is written. Other statuses
 // are kOk, kNonFinite, kOutOfRange (a position beyond the RoPE table), kInvalidArgument (the
 // range), kBufferTooSmall or kUnsupported (the codebook), and units are 0 unless it is kOk. shared:

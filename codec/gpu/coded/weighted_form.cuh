@@ -3,7 +3,7 @@
 // what its form, coded or raw, follows from.
 #pragma once
 
-#include "codec/format/weighted_block_format.h"
+#include "codec/format/coded_block_format.h"
 #include "codec/format/weighted_step.h"
 #include "codec/gpu/coded/coded_symbols.cuh"
 #include "gpu/warp_sums.cuh"
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint32_t warp_checksum(const uint8_t* block, int32_t 
 // The header and the checksum of a block whose rest is written.
 __device__ inline void finish_block(const BlockForm& form, uint8_t* bytes) {
   __syncwarp();
-  if (lane_index() == 0) store_weighted_header(form.header, bytes);
+  if (lane_index() == 0) store_header(form.header, bytes);
   __syncwarp();
   const uint32_t checksum = warp_checksum(bytes, form.at.bytes);
   __syncwarp();

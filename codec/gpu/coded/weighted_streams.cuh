@@ -11,7 +11,7 @@ namespace tierkv {
 // A slice's exceptions in any order.
 struct alignas(16) ExceptionList {
   int32_t count;  // may exceed what the list holds
-  uint32_t at[kMaxWeightedExceptions];
+  uint32_t at[kMaxExceptions];
 };
 // Rows of words, one of each lane: a slice's streams of the longest code words, and what is left of
 // a word.
@@ -99,7 +99,7 @@ __device__ __noinline__ inline SettledPair settle_pair(const EncodeWarp* warp, L
     if (other.delta[h] == 0) continue;
     const int32_t index = first + (h == 0 ? 0 : component == Component::kKey ? 1 : kSliceDims);
     const int32_t i = atomicAdd(&list->count, 1);
-    if (i >= kMaxWeightedExceptions) continue;
+    if (i >= kMaxExceptions) continue;
     list->at[i] = static_cast<uint32_t>(index) | static_cast<uint32_t>(other.delta[h]) << 16;
   }
   return settled;
@@ -200,7 +200,7 @@ struct StreamSink {
     plan.payload_bits = ahead + behind;
     __syncwarp();
     plan.exceptions = memory.exceptions->count;
-    plan.possible = __all_sync(kFullWarp, possible) && plan.exceptions <= kMaxWeightedExceptions &&
+    plan.possible = __all_sync(kFullWarp, possible) && plan.exceptions <= kMaxExceptions &&
                     plan.payload_bits <= kMaxPayloadBits;
     return plan;
   }

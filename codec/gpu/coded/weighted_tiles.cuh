@@ -172,10 +172,10 @@ template <int32_t kDims, bool kKey, class Turn, class Take>
 __device__ __forceinline__ void take_fragments(const TileReader<kDims, kKey>& tile, int32_t slice,
                                                const Turn& turn, const Take& take) {
   using Slices = SlicesOf<kDims>;
-  constexpr auto kOrder = weighted_order(kKey ? Component::kKey : Component::kValue);
+  constexpr auto kComponent = kKey ? Component::kKey : Component::kValue;
 #pragma unroll 1
   for (int32_t i = 0; i < Slices::kBlocks; ++i) {
-    const int32_t f = dim_block_at(kOrder, Slices::kBlocks, i),
+    const int32_t f = dim_block_at(kComponent, Slices::kBlocks, i),
                   of_head = slice * Slices::kBlocks + f;
     uint32_t words[kPairsPerFragment];
     tile.load(of_head, words);

@@ -5,7 +5,7 @@
 #include <bit>
 #include <cstring>
 
-#include "codec/format/weighted_block_format.h"
+#include "codec/format/coded_block_format.h"
 #include "codec/format/weighted_step.h"
 
 namespace tierkv {
@@ -16,7 +16,7 @@ static_assert(std::endian::native == std::endian::little, "words are loaded as t
 // A slice of a block that has all the bytes it stands for.
 struct OpenSlice {
   const uint8_t* bytes = nullptr;
-  BlockHeader header;  // payload_bits of version 2, too
+  BlockHeader header;  // payload_bits, too
   BlockLayout at;
   uint32_t bounds[2 * kWarpLanes + 1] = {};  // coded modes, as in StreamSet, ascending
 };
@@ -29,16 +29,14 @@ const char* check_fields(const BlockHeader& h) {
   if (static_cast<int32_t>(h.component) > 1) return "unknown component";
   if (h.tokens < 1 || h.tokens > kBlockTokens) return "tokens out of range";
   if (h.dims < 1 || h.dims > kSliceDims) return "channels out of range";
-  if (h.exceptions > kMaxExceptions) return "too many exceptions";
   if (h.exponent_bits > kMaxExponentBits) return "exponents of more than 8 bits";
   if (is_raw_mode(h.mode)) {
-    const bool clear = h.streams_per_lane == 1 && h.table_id == 0 && h.payload_bits == 0 &&
-                       h.least_length == 0 && h.length_bits == 0 && h.exceptions == 0 &&
+    const bool clear = h.streams_per_lane == 1 && h.table_id == 0 && h.least_length == 0 &&
+                       h.length_bits == 0 && h.exceptions == 0 &&
                        (h.mode != BlockMode::kRaw16 || h.base_or_books == 0);
     return clear ? nullptr : "a raw block with fields of a coded one";
   }
   if (h.streams_per_lane != 1 && h.streams_per_lane != 2) return "streams per lane must be 1 or 2";
-  if (h.version == kCodedBlockVersion) return nullptr;
   if (h.length_bits > kMaxLengthBits) return "stream lengths of more than 12 bits";
   if (h.base_or_books >> (2 * dim_block_count(h.dims)) != 0) return "books of channels beyond";
   return nullptr;
@@ -46,7 +44,7 @@ const char* check_fields(const BlockHeader& h) {
 
 // As load_field() of 0 .. count - 1, at most 64 fields, without a branch a field.
 void load_fields(const uint8_t* part, int32_t count, int32_t bits, uint16_t* fields) {
-  uint8_t padded[64 * kStartBits / 8 + 8] = {};
+  uint8_t padded[64 * kMaxLengthBits / 8 + 8] = {};
   memcpy(padded, part, static_cast<size_t>(field_bytes(count, bits)));
   const uint32_t mask = (1u << bits) - 1u;
   for (int32_t i = 0, from = 0; i < count; ++i, from += bits) {
@@ -56,20 +54,13 @@ void load_fields(const uint8_t* part, int32_t count, int32_t bits, uint16_t* fie
   }
 }
 
-// The bounds of the streams from where they begin or, in version 2, from their lengths, which the
-// rest of the layout follows from.
+// The bounds of the streams from their lengths, which the rest of the layout follows from.
 const char* find_bounds(OpenSlice* slice) {
   BlockHeader& h = slice->header;
   uint32_t* const bounds = slice->bounds;
   const int32_t streams = kWarpLanes * h.streams_per_lane;
   uint16_t fields[2 * kWarpLanes];
   load_fields(slice->bytes + slice->at.lengths, streams, h.length_bits, fields);
-  if (h.version == kCodedBlockVersion) {
-    std::copy_n(fields, streams, bounds);
-    bounds[streams] = h.payload_bits;
-    if (bounds[0] != 0) return "the first stream does not start at 0";
-    return std::is_sorted(bounds, bounds + streams + 1) ? nullptr : "stream starts descend";
-  }
   for (int32_t i = 0; i < streams; ++i) bounds[i + 1] = bounds[i] + h.least_length + fields[i];
   if (bounds[streams] > kMaxPayloadBits) return "streams of more than 65535 bits";
   h.payload_bits = static_cast<uint16_t>(bounds[streams]);
@@ -78,11 +69,10 @@ const char* find_bounds(OpenSlice* slice) {
 }
 
 const char* open_slice(const BlockSource& from, OpenSlice* slice) {
-  const bool weighted = from.version == kWeightedBlockVersion;
   if (from.size < kCodedBlockHeaderBytes) return "shorter than a header";
   BlockHeader& h = slice->header;
-  h = weighted ? load_weighted_header(from.bytes) : load_header(from.bytes);
-  if (h.version != from.version) return weighted ? "version is not 2" : "version is not 1";
+  h = load_header(from.bytes);
+  if (h.version != kCodedBlockVersion) return "version is not 2";
   if (const char* wrong = check_fields(h)) return wrong;
   const int32_t bytes_said = h.units * kBlockAlignment;
   if (bytes_said > from.size) return "cut short";
@@ -100,12 +90,11 @@ const char* match_books(const BlockHeader& h, std::span<const Codebook> family, 
   const Codebook& first = family.front();
   if (h.component != first.component) return "not of the codebook's component";
   if (is_raw_mode(h.mode)) return nullptr;
-  const bool weighted = h.version == kWeightedBlockVersion;
   if (h.mode != first.mode || h.table_id != first.table_id ||
-      h.streams_per_lane != first.streams_per_lane || (!weighted && h.base() != first.base)) {
+      h.streams_per_lane != first.streams_per_lane) {
     return "made with another codebook";
   }
-  for (int32_t f = 0; weighted && f < dim_block_count(h.dims); ++f) {
+  for (int32_t f = 0; f < dim_block_count(h.dims); ++f) {
     const auto book = static_cast<size_t>(h.book(f));
     if (book >= family.size()) return "a book that the family does not have";
     books->of[f] = &family[book];
@@ -243,7 +232,7 @@ void scatter_entries(const SliceBooks& books, const uint16_t* entries, const Sli
   const int32_t blocks = dim_block_count(out.dims), places = books.first().codes_per_symbol();
   const int32_t width = symbol_shape(books.first().mode).digit_bits, streams = books.streams();
   for (int32_t i = 0; i < blocks; ++i) {
-    const int32_t f = dim_block_at(books.order, blocks, i), base = books.of[f]->base;
+    const int32_t f = dim_block_at(books.first().component, blocks, i), base = books.of[f]->base;
     for (int32_t c = 0; c < books.codes_per_fragment(); ++c) {
       const int32_t shift = 6 + c % places * width;
       for (int32_t s = 0; s < streams; s += kWarpLanes) {
@@ -265,14 +254,12 @@ void scatter_entries(const SliceBooks& books, const uint16_t* entries, const Sli
 
 const char* decode_slices(const BlockSource& from, const SliceCodes& out, int8_t* exponents) {
   const Codebook& book = from.family.front();
-  const bool weighted = from.version == kWeightedBlockVersion;
-  const auto order = weighted ? weighted_order(book.component) : DimBlockOrder::kAscending;
   BlockSource left = from;
   for (int32_t first = 0; first < out.dims; first += kSliceDims) {
     const SliceCodes codes{out.codes + first, out.tokens, std::min(kSliceDims, out.dims - first),
                            out.stride};
     OpenSlice slice;
-    SliceBooks books(book, order);
+    SliceBooks books(book);
     if (const char* wrong = open_slice(left, &slice)) return wrong;
     const BlockHeader& h = slice.header;
     if (h.tokens != codes.tokens || h.dims != codes.dims) {
@@ -280,9 +267,7 @@ const char* decode_slices(const BlockSource& from, const SliceCodes& out, int8_t
     }
     if (const char* wrong = match_books(h, from.family, &books)) return wrong;
     if (const char* wrong = check_gaps(slice)) return wrong;
-    if (weighted) {
-      if (const char* wrong = read_exponents(slice, first == 0, exponents)) return wrong;
-    }
+    if (const char* wrong = read_exponents(slice, first == 0, exponents)) return wrong;
     if (is_raw_mode(h.mode)) {
       decode_raw(slice, codes);
     } else if (const char* wrong = decode_coded(slice, books, codes)) {

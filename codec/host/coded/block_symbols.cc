@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <array>
 
+#include "codec/format/coded_block_format.h"
 #include "codec/format/huffman.h"
-#include "codec/format/weighted_block_format.h"
 
 namespace tierkv {
 namespace {
@@ -28,13 +28,8 @@ struct SymbolPlan {
 
 class SymbolPlanner {
  public:
-  SymbolPlanner(const Slice& slice, const SliceBooks& books, int32_t most_exceptions,
-                SymbolPlan* plan)
-      : slice_(slice),
-        books_(books),
-        plan_(plan),
-        mode_(books.first().mode),
-        most_exceptions_(most_exceptions) {}
+  SymbolPlanner(const Slice& slice, const SliceBooks& books, SymbolPlan* plan)
+      : slice_(slice), books_(books), plan_(plan), mode_(books.first().mode) {}
 
   void run() {
     find_digits();
@@ -77,7 +72,7 @@ class SymbolPlanner {
 
   int32_t blocks() const { return dim_block_count(slice_.dims); }
   // The dim block that streams pass as number i.
-  int32_t block_at(int32_t i) const { return dim_block_at(books_.order, blocks(), i); }
+  int32_t block_at(int32_t i) const { return dim_block_at(books_.first().component, blocks(), i); }
 
   // Channels from `first` on, the start of a dim block, that share a book.
   int32_t run_dims(int32_t first) const {
@@ -205,7 +200,7 @@ class SymbolPlanner {
         delta = above - 16 * digit - (digits[i] == kOutside ? 0 : above & 15);
       }
       plan_->possible =
-          plan_->exception_count < most_exceptions_ && delta >= INT16_MIN && delta <= INT16_MAX;
+          plan_->exception_count < kMaxExceptions && delta >= INT16_MIN && delta <= INT16_MAX;
       if (!plan_->possible) return;
       plan_->exceptions[plan_->exception_count++] =
           static_cast<uint32_t>(at[i]) | static_cast<uint32_t>(delta) << 16;
@@ -216,7 +211,6 @@ class SymbolPlanner {
   const SliceBooks& books_;
   SymbolPlan* plan_;
   BlockMode mode_;
-  int32_t most_exceptions_;
   int32_t next_ = 0;
   BookView views_[kSliceDimBlocks];  // in the order of the streams
   int32_t offsets_[kMaxBlockCodes / kWarpLanes];
@@ -238,8 +232,7 @@ void write_raw_tiles(const Slice& slice, Component component, int32_t bits, uint
 }
 
 // The header of a slice's raw form.
-BlockHeader raw_header(const Slice& slice, uint8_t version, Component component,
-                       const int8_t* exponents) {
+BlockHeader raw_header(const Slice& slice, Component component, const int8_t* exponents) {
   int32_t lowest = INT16_MAX, highest = INT16_MIN;
   for (int32_t t = 0; t < slice.tokens; ++t) {
     for (int32_t d = 0; d < slice.dims; ++d) {
@@ -249,7 +242,6 @@ BlockHeader raw_header(const Slice& slice, uint8_t version, Component component,
   }
   const RawForm raw = raw_form(lowest, highest);
   BlockHeader h;
-  h.version = version;
   h.mode = raw.mode;
   h.component = component;
   h.tokens = static_cast<uint8_t>(slice.tokens);
@@ -270,9 +262,7 @@ BlockHeader coded_header(const BlockHeader& raw, const BlockHeader& named, const
   h.table_id = named.table_id;
   h.base_or_books = named.base_or_books;
   h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
-  h.exceptions = static_cast<uint16_t>(plan.exception_count);
-  h.length_bits = kStartBits;
-  if (h.version == kCodedBlockVersion) return h;
+  h.exceptions = static_cast<uint8_t>(plan.exception_count);
   const uint32_t* bits = plan.stream_bits;
   const auto [least, most] = std::minmax_element(bits, bits + books.streams());
   h.least_length = static_cast<uint16_t>(*least);
@@ -280,17 +270,13 @@ BlockHeader coded_header(const BlockHeader& raw, const BlockHeader& named, const
   return h;
 }
 
-// Into zeroed bytes: where the streams lie, the streams of a possible plan, without gaps, its
+// Into zeroed bytes: the lengths of the streams, the streams of a possible plan, without gaps, its
 // exceptions and, for kSplit, the low nibbles.
 void write_coded(const Slice& slice, const SliceBooks& books, const SymbolPlan& plan,
                  const BlockHeader& h, uint8_t* block) {
   const BlockLayout at = block_layout(h);
-  uint32_t start = 0;
   for (int32_t i = 0; i < books.streams(); ++i) {
-    const uint32_t bits = plan.stream_bits[i];
-    store_field(block + at.lengths, i, h.length_bits,
-                h.version == kCodedBlockVersion ? start : bits - h.least_length);
-    start += bits;
+    store_field(block + at.lengths, i, h.length_bits, plan.stream_bits[i] - h.least_length);
   }
   uint8_t payload[(kMaxPayloadBits + 31) / 32 * 4 + kBitWriterSlackBytes];
   BitWriter writer(payload);
@@ -313,13 +299,10 @@ void write_coded(const Slice& slice, const SliceBooks& books, const SymbolPlan& 
 
 void encode_slice(const Slice& slice, const SliceBooks& books, const BlockHeader& named,
                   const int8_t* exponents, std::vector<uint8_t>* out) {
-  const bool weighted = named.version == kWeightedBlockVersion;
   SymbolPlan plan;
   plan.possible = !is_raw_mode(books.first().mode);
-  if (plan.possible) {
-    SymbolPlanner(slice, books, weighted ? kMaxWeightedExceptions : kMaxExceptions, &plan).run();
-  }
-  BlockHeader h = raw_header(slice, named.version, books.first().component, exponents);
+  if (plan.possible) SymbolPlanner(slice, books, &plan).run();
+  BlockHeader h = raw_header(slice, books.first().component, exponents);
   BlockLayout at = block_layout(h);
   if (plan.possible) {
     const BlockHeader coded = coded_header(h, named, books, plan);
@@ -342,10 +325,9 @@ void encode_slice(const Slice& slice, const SliceBooks& books, const BlockHeader
   } else {
     write_coded(slice, books, plan, h, block);
   }
-  const auto store = weighted ? store_weighted_header : store_header;
-  store(h, block);
+  store_header(h, block);
   h.checksum = block_checksum(block, at.bytes);
-  store(h, block);
+  store_header(h, block);
 }
 
 }  // namespace tierkv

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The encoder of a slice, shared by coded and weighted blocks: code words, stream after stream,
-// with what the alphabet cannot say listed as exceptions, or raw codes where those are no larger.
+// The encoder of a slice: code words, stream after stream, with what the alphabet cannot say listed
+// as exceptions, or raw codes where those are no larger.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ struct Slice {
   int32_t at(int32_t token, int32_t dim) const { return codes[token * stride + dim]; }
 };
 
-// Appends the block of a slice. named: its version, and table_id and base_or_books of its coded
-// form. exponents: [tokens] of the first slice of a weighted block, else null.
+// Appends the block of a slice. named: table_id and base_or_books of its coded form. exponents:
+// [tokens], null where all are 0.
 void encode_slice(const Slice& slice, const SliceBooks& books, const BlockHeader& named,
                   const int8_t* exponents, std::vector<uint8_t>* out);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The codebooks of one slice, and the order of its dim blocks.
+// The codebooks of one slice.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,8 @@ inline constexpr int32_t kSliceDimBlocks = kSliceDims / kDimBlock;
 // The codebook of each dim block. All have one component, mode and number of streams.
 struct SliceBooks {
   const Codebook* of[kSliceDimBlocks];
-  DimBlockOrder order;  // of the streams
 
-  explicit SliceBooks(const Codebook& everywhere,
-                      DimBlockOrder dim_blocks = DimBlockOrder::kAscending)
-      : order(dim_blocks) {
+  explicit SliceBooks(const Codebook& everywhere) {
     for (const Codebook*& book : of) book = &everywhere;
   }
   const Codebook& first() const { return *of[0]; }

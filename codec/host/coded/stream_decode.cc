@@ -181,7 +181,7 @@ bool decode(const SliceBooks& books, const StreamSet& set, uint16_t* entries) {
   for (int32_t i = 0; i < set.symbols;) {
     for (int32_t n = 0; n < set.dim_blocks; ++n, i += per_fragment) {
       std::fill_n(of_symbol + i, per_fragment,
-                  lookup(dim_block_at(books.order, set.dim_blocks, n)));
+                  lookup(dim_block_at(books.first().component, set.dim_blocks, n)));
     }
   }
   return decode_all(TableOfSymbol{of_symbol}, set, entries);
@@ -278,7 +278,7 @@ void scatter_tile(const SliceBooks& books, const uint16_t* entries, const SliceC
   const int64_t stride = whole ? out.stride : kSliceDims, half = 8 * stride;
   const int32_t blocks = dim_block_count(out.dims);
   for (int32_t i = 0; i < blocks; ++i, entries += kPairsPerFragment * kWarpLanes) {
-    const int32_t f = dim_block_at(books.order, blocks, i);
+    const int32_t f = dim_block_at(books.first().component, blocks, i);
     const Fragment from{entries, static_cast<uint16_t>(books.of[f]->base)};
     for (int32_t dim = 0; dim < kDimBlock; dim += kDimsAtOnce) {
       const int32_t quarter = dim / kQuarterDims;

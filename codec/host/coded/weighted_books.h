@@ -10,14 +10,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "codec/host/coded/coded_block.h"
 #include "codec/host/coded/histogram.h"
-#include "codec/host/coded/weighted_block.h"
 
 namespace tierkv {
 
 struct BookChoice {
   BookFamily family;
-  // [rows][dim_block_count(head_dim)]: what encode_weighted_block() takes for a row.
+  // [rows][dim_block_count(head_dim)]: what encode_block() takes for a row.
   std::vector<uint8_t> book_of;
 };
 

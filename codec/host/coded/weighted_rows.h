@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The format `coded` with weighted steps, on the host: rows of keys and values to codes and
-// exponents, and back. docs/reference/format.md, "Weighted blocks", has the laws;
+// exponents, and back. docs/reference/format.md, "Weighted steps", has the laws;
 // codec/format/weighted_step.h has them as code that kernels share.
 //
 // A caller with a prompt does, for each (layer, kv_head):
@@ -8,8 +8,8 @@
 //   2. importance_exponent() of each token whose significance is known;
 //   3. token_exponents() and quantize_weighted(): exponents and codes, any number of tokens;
 //   4. choose_books() (codec/host/coded/weighted_books.h) over the codes of a layer: the family;
-//   5. encode_weighted_block() (codec/host/coded/weighted_block.h) for every 64 positions.
-// Reading goes through decode_weighted_block() and dequantize_weighted().
+//   5. encode_block() (codec/host/coded/coded_block.h) for every 64 positions.
+// Reading goes through decode_block() and dequantize_weighted().
 //
 // Token by token they have a plain form (codec/host/coded/weighted_rows_checks.h) and a fast one
 // with the same bits.

@@ -197,10 +197,10 @@ Status CodedRows::prepend(const BodyWork& work, int32_t kv_head, int32_t block,
     std::vector<int16_t> old_codes(static_cast<size_t>(coded.count()) * shape_.head_dim);
     std::vector<int8_t> old_exponents(coded.count());
     const CodedBlockRef ref = refs(work.layer, kv_head, c)[block];
-    const WeightedTarget target = {old_codes.data(), old_exponents.data(), coded.count(),
-                                   shape_.head_dim};
-    Status s = decode_weighted_block(block_bytes(ref), int64_t{ref.units} * kUnitBytes,
-                                     books_[work.layer.layer].family(c), target);
+    const BlockTarget target = {old_codes.data(), old_exponents.data(), coded.count(),
+                                shape_.head_dim};
+    Status s = decode_block(block_bytes(ref), int64_t{ref.units} * kUnitBytes,
+                            books_[work.layer.layer].family(c).books, target);
     if (!s) return s;
     codes->codes[i].insert(codes->codes[i].begin(), old_codes.begin(), old_codes.end());
     codes->exponents[i].insert(codes->exponents[i].begin(), old_exponents.begin(),
@@ -240,12 +240,11 @@ Status CodedRows::encode(const LayerBooks& books, int32_t kv_head, int32_t count
                          const BlockCodes& codes, LayerDraft* draft) const {
   for (const Component c : {Component::kKey, Component::kValue}) {
     const auto i = static_cast<int32_t>(c);
-    const WeightedCodes block = {codes.codes[i].data(), codes.exponents[i].data(), count,
-                                 shape_.head_dim};
+    const BlockContent block = {codes.codes[i].data(), codes.exponents[i].data(), count,
+                                shape_.head_dim};
     draft->blocks.emplace_back();
-    if (Status s = encode_weighted_block(block, books.family(c),
-                                         books.book_of(c, kv_head, shape_.head_dim),
-                                         &draft->blocks.back());
+    if (Status s = encode_block(block, books.family(c).books,
+                                books.book_of(c, kv_head, shape_.head_dim), &draft->blocks.back());
         !s) {
       return s;
     }

@@ -224,9 +224,9 @@ Status CodedRows::decode(const WeightedRow& row, const LayerBooks& books,
     const auto i = static_cast<int32_t>(c);
     codes->codes[i].resize(static_cast<size_t>(range.count()) * shape_.head_dim);
     codes->exponents[i].resize(range.count());
-    const WeightedTarget target = {codes->codes[i].data(), codes->exponents[i].data(),
-                                   range.count(), shape_.head_dim};
-    Status s = decode_weighted_block(bytes[i], size[i], books.family(c), target);
+    const BlockTarget target = {codes->codes[i].data(), codes->exponents[i].data(), range.count(),
+                                shape_.head_dim};
+    Status s = decode_block(bytes[i], size[i], books.family(c).books, target);
     const WeightedSource source = {target.codes, target.exponents, range.count(), range.first};
     if (s && x != nullptr) s = dequantize_weighted(row, c, source, x[i]);
     if (!s) return s;

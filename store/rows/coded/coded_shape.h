@@ -3,7 +3,7 @@
 // on its pages. Host and device share it.
 //
 // store/ENGINE.md, "Coded rows", has where blocks lie. Offsets count units of 16 bytes. The blocks
-// of a fixed layer are weighted blocks (codec/format/weighted_block_format.h), those of others raw
+// of a fixed layer are weighted blocks (codec/format/coded_block_format.h), those of others raw
 // blocks:
 //
 //   64 bytes                G of each token, i8; 0 behind the last one
@@ -14,7 +14,7 @@
 #include <span>
 
 #include "attention/coded/coded_attention.h"
-#include "codec/format/weighted_block_format.h"
+#include "codec/format/coded_block_format.h"
 #include "codec/format/weighted_step.h"
 #include "store/place/raw_tokens.h"
 #include "store/rows/log_mean.h"

@@ -81,7 +81,7 @@ inline int32_t most_coded_slice_bytes(const CodedFormat& format, int32_t head_di
   const int32_t words = kBlockTokens * dims / 2 * format.max_length / 8;
   const int32_t lengths = kWarpLanes * format.streams_per_lane * kMaxLengthBits / 8;
   return static_cast<int32_t>(round_up(kCodedBlockHeaderBytes + kBlockTokens + lengths + words +
-                                           kExceptionBytes * kMaxWeightedExceptions + 8,
+                                           kExceptionBytes * kMaxExceptions + 8,
                                        kBlockAlignment));
 }
 

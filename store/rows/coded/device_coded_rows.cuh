@@ -141,7 +141,7 @@ struct RestoreTokens {
     const CodedBlockRef ref = device.refs(from.slot, from.layer, h, c)[block];
     const uint8_t* bytes = device.view.pages.base + int64_t{ref.offset} * kUnitBytes;
     if (!device.is_fixed(from.slot, from.layer)) return static_cast<int8_t>(bytes[t]);
-    const BlockHeader header = load_weighted_header(bytes);
+    const BlockHeader header = load_header(bytes);
     return header.least_exponent + static_cast<int32_t>(load_field(bytes + kCodedBlockHeaderBytes,
                                                                    t, header.exponent_bits));
   }
@@ -211,7 +211,7 @@ class DeviceCodedRows final : public PlannedCodedRows {
     }
     if (blocks == 0) return Status::ok();
     decode.max_block_bytes =
-        std::min(kMaxWeightedBlockBytes, static_cast<int32_t>(units) * kUnitBytes);
+        std::min(kMaxCodedBlockBytes, static_cast<int32_t>(units) * kUnitBytes);
     int32_t shared = 0;
     const int32_t warps = decode_warps(decode, &shared);
     const CheckBlocks check = {device_, imported[0].slot, imported[0].layer, counts, decode, fault};

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "codec/format/weighted_block_format.h"
+#include "codec/format/coded_block_format.h"
 #include "codec/format/weighted_step.h"
 #include "codec/gpu/coded/coded_batch.h"
 #include "codec/host/coded/weighted_rows.h"

@@ -331,7 +331,7 @@ struct DecodeOldBlocks : CallWork {
 #pragma unroll 1
     for (int32_t turn = -1; turn < warps; ++turn) {
       const bool is_first = turn < 0, is_mine = is_first || (turn == warp && !is_done);
-      const int32_t room = is_first ? call.slice_bytes : kMaxWeightedBlockBytes;
+      const int32_t room = is_first ? call.slice_bytes : kMaxCodedBlockBytes;
       const int32_t begin = is_first ? warp * weighted_decode_warp_bytes(*decode) : 0;
       const WeightedDecodeWarp memory(*decode, {}, of_warps + begin);
       if (is_mine) is_done = true;
@@ -363,7 +363,7 @@ struct DecodeOldBlocks : CallWork {
   }
   TKV_HD static int32_t shared_bytes(const WeightedDecode& d, int32_t warps) {
     WeightedDecode largest = d;
-    largest.max_block_bytes = kMaxWeightedBlockBytes;
+    largest.max_block_bytes = kMaxCodedBlockBytes;
     return cta_bytes(d) +
            most(warps * weighted_decode_warp_bytes(d), weighted_decode_warp_bytes(largest));
   }
@@ -422,7 +422,7 @@ struct DecodeOldBlocks : CallWork {
     own.max_block_bytes = room;
     const StatusCode code =
         decode_block_tiles(own, target, {0, ref.units}, book, reader, memory, finish);
-    if (code == StatusCode::kOutOfRange && room < kMaxWeightedBlockBytes) return false;
+    if (code == StatusCode::kOutOfRange && room < kMaxCodedBlockBytes) return false;
     if (code != StatusCode::kOk && lane_index() == 0) {
       report_fault(call.device.fault, {code, cell.slot, cell.layer, kv_head});
     }
@@ -430,7 +430,7 @@ struct DecodeOldBlocks : CallWork {
   }
   // block: the first slice.
   __device__ static void put_exponents(const uint8_t* block, int32_t tokens, uint8_t (*words)[4]) {
-    const BlockHeader h = load_weighted_header(block);
+    const BlockHeader h = load_header(block);
     for (int32_t t = lane_index(); t < tokens; t += kWarpLanes) {
       const auto e = static_cast<uint8_t>(h.least_exponent +
                                           static_cast<int32_t>(load_word_field(

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bench/baselines/weighted/weighted_calls.h"
-#include "codec/host/coded/weighted_block.h"
+#include "codec/host/coded/coded_block.h"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/fresh_random.h"
 #include "tests/support/weighted_world.h"
@@ -94,7 +94,7 @@ void expect_hosts_bytes(const WeightedWorld& w) {
   const DeviceArray<uint16_t> k(w.x[0]), v(w.x[1]);
   const DeviceArray<std::array<uint8_t, 4>> decided(w.decided());
   const size_t blocks = w.blocks.size();
-  const uint32_t slot = 2 * kMaxWeightedBlockBytes / 16;
+  const uint32_t slot = 2 * kMaxCodedBlockBytes / 16;
   std::vector<WeightedPlace> slots[2];
   for (uint32_t i = 0; i < blocks; ++i) {
     for (uint32_t c = 0; c < 2; ++c) slots[c].push_back({(2 * i + c) * slot, slot});

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "codec/format/coded_block.h"
+#include "codec/host/coded/coded_block.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -139,11 +139,11 @@ class HuffmanCoder : public BlockCoder {
   explicit HuffmanCoder(const Codebook* codebook) : codebook_(*codebook) {}
   StatusCode encode(const int16_t* codes, int32_t tokens, int32_t head_dim,
                     std::vector<uint8_t>* out) const override {
-    return encode_block(codes, tokens, head_dim, codebook_, out).code();
+    return encode_block({codes, nullptr, tokens, head_dim}, {&codebook_, 1}, nullptr, out).code();
   }
   StatusCode decode(const uint8_t* bytes, int64_t size, int32_t tokens, int32_t head_dim,
                     int16_t* codes) const override {
-    return decode_block(bytes, size, tokens, head_dim, codebook_, codes).code();
+    return decode_block(bytes, size, {&codebook_, 1}, {codes, nullptr, tokens, head_dim}).code();
   }
 
  private:

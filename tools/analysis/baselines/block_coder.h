@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // An entropy stage of the comparison: codes of a block of at most 64 tokens to bytes and back,
-// every block readable alone. The library's own coded blocks are codec/format/coded_block.h.
+// every block readable alone. The library's own coded blocks are codec/host/coded/coded_block.h.
 #pragma once
 
 #include <cstdint>

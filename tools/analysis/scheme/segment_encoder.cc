@@ -153,9 +153,11 @@ StatusCode SegmentEncoder::append_codes(int64_t tokens) {
       const auto n = static_cast<int32_t>(std::min<int64_t>(kBlockTokens, tokens - t));
       const int16_t* codes = chunk_.codes.data() + t * f.head_dim;
       out_.block_offsets.push_back(static_cast<int64_t>(out_.data.size()));
-      const StatusCode s = coding_.blocks != nullptr
-                               ? coding_.blocks->encode(codes, n, f.head_dim, &out_.data)
-                               : encode_block(codes, n, f.head_dim, *f.codebook, &out_.data).code();
+      const StatusCode s =
+          coding_.blocks != nullptr
+              ? coding_.blocks->encode(codes, n, f.head_dim, &out_.data)
+              : encode_block({codes, nullptr, n, f.head_dim}, {f.codebook, 1}, nullptr, &out_.data)
+                    .code();
       if (s != StatusCode::kOk) return s;
     }
     return StatusCode::kOk;
@@ -182,9 +184,9 @@ StatusCode SegmentEncoder::append_weighted(const float* x, int64_t tokens) {
   }
   out_.block_offsets.push_back(static_cast<int64_t>(out_.data.size()));
   out_.tokens += tokens;
-  const WeightedCodes block = {chunk_.codes.data(), exponents, static_cast<int32_t>(tokens),
-                               coding_.stored.head_dim};
-  return encode_weighted_block(block, *coding_.stored.weighted.family, coding_.book_of, &out_.data)
+  const BlockContent block = {chunk_.codes.data(), exponents, static_cast<int32_t>(tokens),
+                              coding_.stored.head_dim};
+  return encode_block(block, coding_.stored.weighted.family->books, coding_.book_of, &out_.data)
       .code();
 }
 

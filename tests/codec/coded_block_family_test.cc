@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted blocks: round trips, what they cost, refusals, pinned bytes.
-#include "codec/host/coded/weighted_block.h"
+// Coded blocks with exponents and families of books: round trips, what they cost, refusals, pinned
+// bytes.
+#include "codec/host/coded/coded_block.h"
 
 #include <gtest/gtest.h>
 
@@ -8,8 +9,8 @@
 
 #include "tests/codec/support/simd_targets.h"
 #include "tests/codec/support/weighted_source.h"
+#include "tools/analysis/scheme/block_stats.h"
 #include "tools/analysis/scheme/importance.h"
-#include "tools/analysis/scheme/weighted_stats.h"
 
 namespace tierkv {
 namespace {
@@ -17,11 +18,9 @@ namespace {
 constexpr BlockMode kModes[] = {BlockMode::kSingle, BlockMode::kPair, BlockMode::kQuad,
                                 BlockMode::kSplit};
 
-class WeightedBlockTest : public testing::Test {
+class CodedFamilyTest : public testing::Test {
  protected:
-  WeightedBlockTest() : seed_(std::random_device{}()), rows_(seed_) {
-    RecordProperty("seed", seed_);
-  }
+  CodedFamilyTest() : seed_(std::random_device{}()), rows_(seed_) { RecordProperty("seed", seed_); }
 
   void make_block(Component c, int32_t tokens, int32_t head_dim, BlockMode mode) {
     CodeSource& s = rows_.source;
@@ -32,26 +31,26 @@ class WeightedBlockTest : public testing::Test {
     codes_ = s.bell(int64_t{tokens} * head_dim, spread, 3, s.below(2) == 0);
     exponents_ = c == Component::kKey ? rows_.key_exponents(tokens) : rows_.value_exponents(tokens);
     bytes_.clear();
-    const Status made = encode_weighted_block({codes_.data(), exponents_.data(), tokens, head_dim},
-                                              family_, book_of_.data(), &bytes_);
+    const Status made = encode_block({codes_.data(), exponents_.data(), tokens, head_dim},
+                                     family_.books, book_of_.data(), &bytes_);
     ASSERT_TRUE(made) << made.message();
     ASSERT_EQ(bytes_.size() % 16, 0u);
   }
-  BlockHeader header() const { return load_weighted_header(bytes_.data()); }
+  BlockHeader header() const { return load_header(bytes_.data()); }
   Status decode(const std::vector<uint8_t>& bytes) {
     // A copy of the exact size, so that the address sanitizer sees every read outside.
     const std::vector<uint8_t> exact(bytes.begin(), bytes.end());
     found_.assign(codes_.size(), 0x5a5a);
     found_exponents_.assign(exponents_.size(), 0x5a);
-    return decode_weighted_block(exact.data(), static_cast<int64_t>(exact.size()), family_,
-                                 {found_.data(), found_exponents_.data(), tokens_, head_dim_});
+    return decode_block(exact.data(), static_cast<int64_t>(exact.size()), family_.books,
+                        {found_.data(), found_exponents_.data(), tokens_, head_dim_});
   }
   void expect_round_trip() {
     const Status s = decode(bytes_);
     ASSERT_TRUE(s) << s.message() << " seed " << seed_;
     ASSERT_EQ(found_, codes_) << "seed " << seed_;
     ASSERT_EQ(found_exponents_, exponents_) << "seed " << seed_;
-    WeightedBlockStats stats;
+    BlockStats stats;
     stats.add_blocks(bytes_.data(), static_cast<int64_t>(bytes_.size()));
     ASSERT_EQ(stats.total_bits(), static_cast<int64_t>(8 * bytes_.size()));
   }
@@ -75,7 +74,7 @@ class WeightedBlockTest : public testing::Test {
   int32_t tokens_ = 0, head_dim_ = 0;
 };
 
-TEST_F(WeightedBlockTest, RoundTripsEveryShapeAndMode) {
+TEST_F(CodedFamilyTest, RoundTripsEveryShapeAndMode) {
   for (int32_t head_dim : {1, 17, 64, 80, 96, 128, 129, 256, 300}) {
     for (int32_t tokens = 1; tokens <= 64; tokens += tokens < 4 || tokens > 60 ? 1 : 5) {
       for (BlockMode mode : kModes) {
@@ -87,7 +86,7 @@ TEST_F(WeightedBlockTest, RoundTripsEveryShapeAndMode) {
   }
 }
 
-TEST_F(WeightedBlockTest, EverySimdTargetDecodesTheSame) {
+TEST_F(CodedFamilyTest, EverySimdTargetDecodesTheSame) {
   SimdTargets targets;
   for (const int64_t target : targets.list()) {
     SimdTargets::choose(target);
@@ -103,11 +102,11 @@ TEST_F(WeightedBlockTest, EverySimdTargetDecodesTheSame) {
 }
 
 // A book for every dim block by itself gives the same bits as the family.
-TEST_F(WeightedBlockTest, ADimBlockTakesItsOwnBook) {
+TEST_F(CodedFamilyTest, ADimBlockTakesItsOwnBook) {
   for (int trial = 0; trial < 20; ++trial) {
     ASSERT_NO_FATAL_FAILURE(make_block(Component::kKey, 64, 128, BlockMode::kPair));
     if (is_raw_mode(header().mode)) continue;
-    WeightedBlockStats stats;
+    BlockStats stats;
     stats.add_blocks(bytes_.data(), static_cast<int64_t>(bytes_.size()));
     int64_t bits = 0;
     for (int32_t f = 0; f < 8; ++f) {
@@ -130,21 +129,21 @@ TEST_F(WeightedBlockTest, ADimBlockTakesItsOwnBook) {
   }
 }
 
-TEST_F(WeightedBlockTest, ExtremeExponents) {
+TEST_F(CodedFamilyTest, ExtremeExponents) {
   for (const auto& [least, most] :
        {std::pair{-128, 127}, {-128, -128}, {127, 127}, {-1, 0}, {0, 0}, {-128, -1}}) {
     ASSERT_NO_FATAL_FAILURE(make_block(Component::kValue, 64, 64, BlockMode::kPair));
     for (int8_t& e : exponents_) e = static_cast<int8_t>(rows_.source.below(2) ? least : most);
     exponents_[0] = static_cast<int8_t>(least), exponents_[63] = static_cast<int8_t>(most);
     bytes_.clear();
-    ASSERT_TRUE(encode_weighted_block({codes_.data(), exponents_.data(), 64, 64}, family_,
-                                      book_of_.data(), &bytes_));
+    ASSERT_TRUE(encode_block({codes_.data(), exponents_.data(), 64, 64}, family_.books,
+                             book_of_.data(), &bytes_));
     EXPECT_EQ(header().exponent_bits, bits_for(static_cast<uint32_t>(most - least)));
     ASSERT_NO_FATAL_FAILURE(expect_round_trip());
   }
 }
 
-TEST_F(WeightedBlockTest, EveryFlippedBitAndTruncationIsRefused) {
+TEST_F(CodedFamilyTest, EveryFlippedBitAndTruncationIsRefused) {
   for (int trial = 0; trial < 4; ++trial) {
     const auto c = static_cast<Component>(trial % 2);
     ASSERT_NO_FATAL_FAILURE(make_block(c, 17, 144, kModes[rows_.source.below(4)]));
@@ -166,7 +165,7 @@ TEST_F(WeightedBlockTest, EveryFlippedBitAndTruncationIsRefused) {
 
 // With the checksum repaired, the structure alone must hold: a flip is refused or gives some codes,
 // and a refused block leaves zeros.
-TEST_F(WeightedBlockTest, DamageBehindAGoodChecksumIsRefusedOrHarmless) {
+TEST_F(CodedFamilyTest, DamageBehindAGoodChecksumIsRefusedOrHarmless) {
   int32_t refused = 0, total = 0;
   for (int trial = 0; trial < 30; ++trial) {
     const auto c = static_cast<Component>(trial % 2);
@@ -191,7 +190,7 @@ TEST_F(WeightedBlockTest, DamageBehindAGoodChecksumIsRefusedOrHarmless) {
   EXPECT_GT(refused, total / 4);
 }
 
-TEST_F(WeightedBlockTest, FieldsAreCheckedOneByOne) {
+TEST_F(CodedFamilyTest, FieldsAreCheckedOneByOne) {
   do {
     ASSERT_NO_FATAL_FAILURE(make_block(Component::kKey, 63, 100, kModes[rows_.source.below(4)]));
   } while (is_raw_mode(header().mode) || header().exceptions < 2 || header().exponent_bits < 4 ||
@@ -206,7 +205,7 @@ TEST_F(WeightedBlockTest, FieldsAreCheckedOneByOne) {
   const auto set = [&](const char* what, auto edit) {
     BlockHeader other = h;
     edit(&other);
-    change(what, [&](uint8_t* b) { store_weighted_header(other, b); });
+    change(what, [&](uint8_t* b) { store_header(other, b); });
   };
   set("version", [](BlockHeader* x) { x->version = 1; });
   for (int mode = 0; mode < 16; ++mode) {
@@ -231,7 +230,7 @@ TEST_F(WeightedBlockTest, FieldsAreCheckedOneByOne) {
   set("least length", [](BlockHeader* x) { ++x->least_length; });
   set("least length", [](BlockHeader* x) { x->least_length = 65535; });
   for (int n : {0, h.exceptions - 1, 255}) {
-    if (n != h.exceptions) set("exceptions", [&](BlockHeader* x) { x->exceptions = uint16_t(n); });
+    if (n != h.exceptions) set("exceptions", [&](BlockHeader* x) { x->exceptions = uint8_t(n); });
   }
   for (int n = 0; n < 16; ++n) {
     // A part of as many bytes can hold other fields: then the last one's bits are not all read.
@@ -242,17 +241,28 @@ TEST_F(WeightedBlockTest, FieldsAreCheckedOneByOne) {
   }
   set("units", [](BlockHeader* x) { x->units = 0; });
   set("units", [](BlockHeader* x) { ++x->units; });
+  const BlockHeader whole = load_header_and_payload(bytes_.data());
+  const BlockLayout at = block_layout(whole);
+  change("index order",
+         [&](uint8_t* b) { store_u16(b + at.exceptions, load_u16(b + at.exceptions + 4)); });
+  change("index range",
+         [&](uint8_t* b) { store_u16(b + at.exceptions + 4 * (h.exceptions - 1), 64 * 128); });
+  change("delta zero", [&](uint8_t* b) { store_u16(b + at.exceptions + 2, 0); });
+  if (at.end < at.bytes) change("padding", [&](uint8_t* b) { b[at.end] = 1; });
+  if (whole.payload_bits % 32 != 0) {
+    change("last word", [&](uint8_t* b) { b[at.exceptions - 1] |= 0x80; });
+  }
   const int32_t lengths = kCodedBlockHeaderBytes + field_bytes(63, h.exponent_bits);
   change("bits after the exponents", [&](uint8_t* b) { b[lengths - 1] |= 0x80; });
   if (h.length_bits > 0) change("a length", [&](uint8_t* b) { b[lengths] ^= 1; });
 }
 
-TEST_F(WeightedBlockTest, ArgumentsAreChecked) {
+TEST_F(CodedFamilyTest, ArgumentsAreChecked) {
   ASSERT_NO_FATAL_FAILURE(make_block(Component::kKey, 64, 128, BlockMode::kPair));
   const auto code = [&](int32_t tokens, int32_t head_dim) {
     std::vector<uint8_t> out;
-    const Status s = encode_weighted_block({codes_.data(), exponents_.data(), tokens, head_dim},
-                                           family_, book_of_.data(), &out);
+    const Status s = encode_block({codes_.data(), exponents_.data(), tokens, head_dim},
+                                  family_.books, book_of_.data(), &out);
     EXPECT_TRUE(s || out.empty());
     return s.code();
   };
@@ -280,12 +290,12 @@ TEST_F(WeightedBlockTest, ArgumentsAreChecked) {
 // What a block costs beside its code words, in bits a code: smooth codes, 64 tokens, exponents of
 // 13 values for keys and within 2 octaves for values. Version 1 costs 0.19 at 64 channels with one
 // stream a lane and 0.30 with two, without any exponents.
-TEST_F(WeightedBlockTest, CostsLittleBesideItsCodeWords) {
+TEST_F(CodedFamilyTest, CostsLittleBesideItsCodeWords) {
   for (int32_t head_dim : {64, 128}) {
     for (int32_t streams : {1, 2}) {
       for (Component c : {Component::kKey, Component::kValue}) {
         const BookFamily family = rows_.family(c, 1, BlockMode::kPair, streams, 3, 0);
-        WeightedBlockStats stats;
+        BlockStats stats;
         for (int i = 0; i < 50; ++i) {
           const auto codes = rows_.source.bell(64 * head_dim, 1.5, 0, false);
           std::vector<int8_t> e = rows_.key_exponents(64);
@@ -293,8 +303,8 @@ TEST_F(WeightedBlockTest, CostsLittleBesideItsCodeWords) {
             for (int8_t& x : e) x = static_cast<int8_t>(rows_.source.below(16) + 20);
           }
           std::vector<uint8_t> bytes;
-          ASSERT_TRUE(encode_weighted_block({codes.data(), e.data(), 64, head_dim}, family, nullptr,
-                                            &bytes));
+          ASSERT_TRUE(
+              encode_block({codes.data(), e.data(), 64, head_dim}, family.books, nullptr, &bytes));
           stats.add_blocks(bytes.data(), static_cast<int64_t>(bytes.size()));
         }
         const double n = 50.0 * 64 * head_dim;
@@ -311,7 +321,7 @@ TEST_F(WeightedBlockTest, CostsLittleBesideItsCodeWords) {
 }
 
 // The bytes of version 2, pinned: a change here is a change of the format.
-TEST(WeightedBlockGolden, BytesStayTheSame) {
+TEST(CodedBlockGolden, BytesStayTheSame) {
   const auto hash = [](const std::vector<uint8_t>& bytes) {
     uint64_t h = 0xcbf29ce484222325u;
     for (uint8_t b : bytes) h = (h ^ b) * 0x100000001b3u;
@@ -356,9 +366,9 @@ TEST(WeightedBlockGolden, BytesStayTheSame) {
       ASSERT_TRUE(books.is_ok()) << books.status().message();
       std::vector<uint8_t> bytes;
       for (int32_t t = 0; t < 300; t += 64) {
-        const WeightedCodes block{codes.data() + t * head_dim, e.data() + t, std::min(64, 300 - t),
-                                  head_dim};
-        ASSERT_TRUE(encode_weighted_block(block, books->family, books->book_of.data(), &bytes));
+        const BlockContent block{codes.data() + t * head_dim, e.data() + t, std::min(64, 300 - t),
+                                 head_dim};
+        ASSERT_TRUE(encode_block(block, books->family.books, books->book_of.data(), &bytes));
       }
       found.push_back(hash(bytes));
     }
