@@ -66,7 +66,7 @@ struct BlockHeader {
   uint8_t dims = 1;    // 1 to 128, channels of this slice
   // Raw modes: the code of value 0, i16. Coded modes: book of dim block f in bits 2 f and 2 f + 1.
   uint16_t base_or_books = 0;
-  uint8_t exceptions = 0;     // 0 in raw modes
+  uint16_t exceptions = 0;    // 0 in raw modes
   uint16_t payload_bits = 0;  // not in the bytes: the sum of the streams' lengths
   // Streams have fields of length_bits, 0 to 12: their lengths less the least one.
   uint8_t length_bits = 0;    // 0 in raw modes
@@ -101,35 +101,35 @@ TKV_HD BlockHeader load_header(const uint8_t* p) {
   BlockHeader h;
   h.version = p[0];
   h.mode = static_cast<BlockMode>(p[1] & 15);
-  h.streams_per_lane = p[1] >> 4 & 3;
-  h.component = static_cast<Component>(p[1] >> 6);
   h.table_id = p[2];
-  h.least_exponent = static_cast<int8_t>(p[3]);
   h.tokens = p[4];
   h.dims = p[5];
   h.base_or_books = static_cast<uint16_t>(load_u16(p + 6));
+  h.units = static_cast<uint16_t>(load_u16(p + 12));
+  h.checksum = static_cast<uint16_t>(load_u16(p + 14));
+  h.streams_per_lane = p[1] >> 4 & 3;
+  h.component = static_cast<Component>(p[1] >> 6);
+  h.least_exponent = static_cast<int8_t>(p[3]);
   h.least_length = static_cast<uint16_t>(load_u16(p + 8));
   h.exceptions = p[10];
   h.exponent_bits = p[11] & 15;
   h.length_bits = p[11] >> 4;
-  h.units = static_cast<uint16_t>(load_u16(p + 12));
-  h.checksum = static_cast<uint16_t>(load_u16(p + 14));
   return h;
 }
 TKV_HD void store_header(const BlockHeader& h, uint8_t* p) {
   p[0] = h.version;
-  p[1] = static_cast<uint8_t>(static_cast<uint32_t>(h.mode) | h.streams_per_lane << 4 |
-                              static_cast<uint32_t>(h.component) << 6);
   p[2] = h.table_id;
-  p[3] = static_cast<uint8_t>(h.least_exponent);
   p[4] = h.tokens;
   p[5] = h.dims;
   store_u16(p + 6, h.base_or_books);
-  store_u16(p + 8, h.least_length);
-  p[10] = h.exceptions;
-  p[11] = static_cast<uint8_t>(h.exponent_bits | h.length_bits << 4);
   store_u16(p + 12, h.units);
   store_u16(p + 14, h.checksum);
+  p[1] = static_cast<uint8_t>(static_cast<uint32_t>(h.mode) | h.streams_per_lane << 4 |
+                              static_cast<uint32_t>(h.component) << 6);
+  p[3] = static_cast<uint8_t>(h.least_exponent);
+  store_u16(p + 8, h.least_length);
+  p[10] = static_cast<uint8_t>(h.exceptions);
+  p[11] = static_cast<uint8_t>(h.exponent_bits | h.length_bits << 4);
 }
 
 // Offsets in bytes from the start of the block.

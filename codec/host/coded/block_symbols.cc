@@ -262,7 +262,7 @@ BlockHeader coded_header(const BlockHeader& raw, const BlockHeader& named, const
   h.table_id = named.table_id;
   h.base_or_books = named.base_or_books;
   h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
-  h.exceptions = static_cast<uint8_t>(plan.exception_count);
+  h.exceptions = static_cast<uint16_t>(plan.exception_count);
   const uint32_t* bits = plan.stream_bits;
   const auto [least, most] = std::minmax_element(bits, bits + books.streams());
   h.least_length = static_cast<uint16_t>(*least);
