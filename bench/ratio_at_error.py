@@ -26,6 +26,7 @@ FAMILIES = {
     "KVComp, channels": "kvcomp:unit=channel,window=64,rel_k=0.02/0.04/0.06/0.09/0.12/0.15,rel_v=0.04/0.06/0.08/0.12/0.15/0.2",
     "global step, mean basis": f"step:window=64,basis=mean,{STEPS}",
     "global step, Hadamard basis": f"step:window=64,basis=hadamard,{STEPS}",
+    "weighted steps": "small:window=64,k=0.15/0.2/0.28/0.4/0.55/0.75/1,v=0.12/0.17/0.23/0.33/0.45/0.6/0.8",
 }
 
 
