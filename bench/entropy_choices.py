@@ -4,7 +4,7 @@
 Usage: entropy_choices.py [DUMP.h5...]   (the bundled dump if none is named)
 
 Code words of at most 12 bits, one codebook per (sequence, layer, component), billed. Sizes are bits per code with everything a
-block carries but its 16-byte header and the starts, which all designs share.
+block carries but its 16-byte header and the lengths of its streams, which all designs share.
 """
 import sys
 from pathlib import Path

@@ -6,7 +6,7 @@ weighted_codes.py DUMP OUT [--layers 0,3,5] [--key-step 0.5] [--value-step 0.45]
 
 OUT, little-endian: i32 layers, kv heads, tokens, head_dim; then for every layer, of the keys and of the values: i16 codes
 [kv heads, tokens, head_dim] and i8 exponents [kv heads, tokens]. Keys lie before RoPE (plain, in halves); means, weights and steps come from
-the dump itself (docs/reference/format.md, "Weighted blocks"). The first 4 tokens, which are raw in a cache, are left out."""
+the dump itself (docs/reference/format.md, "Weighted steps"). The first 4 tokens, which are raw in a cache, are left out."""
 import argparse
 
 import h5py

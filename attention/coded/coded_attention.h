@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode attention over rows of weighted blocks (codec/format/coded_block_format.h): keys and
+// Decode attention over rows of coded blocks (codec/format/coded_block_format.h): keys and
 // values are decoded in registers, by the lanes that multiply them.
 //
 // A row is one (sequence, kv_head). Its cache is a run of blocks of 64 tokens (the last may have
@@ -61,7 +61,7 @@ struct CodedComponent {
   DeviceCodebook codebook;
 };
 
-// What weighted blocks need beside their codes; the tables are made by
+// What coded blocks need beside their codes; the tables are made by
 // attention/coded/weighted_tables.h.
 //
 // Keys lie before RoPE: a query is turned back by the position of a block's first token, a decoded

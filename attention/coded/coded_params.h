@@ -54,7 +54,7 @@ inline int32_t longest_word(const CodedAttention& call) {
 }
 // The kernel of a call; null: there is none for so many copies.
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
-// The kernel of a call of weighted blocks; null: there is none for so many copies. Each has an
+// The kernel of a call of coded blocks; null: there is none for so many copies. Each has an
 // object, from weighted_instance.cu.in.
 template <KeyTurning kTurning, int32_t kHeadDim>
 CodedKernel find_weighted_kernel(const CodedAttention& call, int32_t copies_log);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted blocks as a warp opens them: codec/format/coded_block_format.h has their bytes.
+// Coded blocks as a warp opens them: codec/format/coded_block_format.h has their bytes.
 #pragma once
 
 #include "attention/coded/coded_tile.cuh"
@@ -31,8 +31,8 @@ struct WeightedFields {
         length_bits(static_cast<int32_t>(word >> 28)) {}
 };
 
-// A slice. Where the slice is coded, the third word of `block` holds what that of a coded block
-// does: the bits of the payload and the number of exceptions.
+// A slice. Where the slice is coded, the third word of `block` is replaced: the bits of the
+// payload, then the number of exceptions.
 template <int kStreams>
 struct WeightedSlice {
   OpenBlock block;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a warp does with the keys of weighted blocks: scores out of a query turned back and of keys
+// What a warp does with the keys of coded blocks: scores out of a query turned back and of keys
 // turned by their places.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention over weighted blocks multiplies by, in the order of its registers: made once for a
+// What attention over coded blocks multiplies by, in the order of its registers: made once for a
 // layer and its profile, on the host.
 //
 // A key of a block is x = fma(code * f(e), scale_d, mean_d) before RoPE
@@ -36,7 +36,7 @@ struct WeightedTurns {
   std::vector<uint16_t> block;  // fp16 [rope.blocks, head_dim]
 };
 // kUnsupported, naming it, for a rotation that attention has no kernel for: halves of a part of the
-// head.
+// head that is no multiple of 32 dims and no multiple of 16 up to half of the head.
 Result<WeightedTurns> weighted_turns(const RopeTable& rope, int32_t head_dim, int32_t sink_tokens);
 
 }  // namespace tierkv

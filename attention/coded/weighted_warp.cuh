@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a warp does with a run of items of weighted blocks.
+// What a warp does with a run of items of coded blocks.
 //
 //   scores    q turned back by the block's first position, times keys turned by their places
 //   output    sum of (p f(e)) times codes, in units of the row's step and of a power of two

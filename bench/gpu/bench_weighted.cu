@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted blocks on the GPU: encoding and decoding of the keys and values of a layer.
+// Coded blocks on the GPU: encoding and decoding of the keys and values of a layer.
 //
 //   bench_weighted [--out FILE] [--commit HASH] [--only NAME] [--replays N]
 //
@@ -136,7 +136,7 @@ struct Layer {
                              kTokens);
     }
     importance.resize(kTokens);
-    require(importance_exponents(significance.data(), kTokens, 0, 1, importance.data()));
+    require(importance_exponents(significance.data(), kTokens, 0, importance.data()));
     std::vector<uint32_t> words;  // the exponent in byte 0
     for (int64_t i = 0; i < int64_t{rows} * kTokens; ++i) {
       words.push_back(static_cast<uint8_t>(importance[i % kTokens]));

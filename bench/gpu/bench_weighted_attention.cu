@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over weighted blocks, with the codes of real caches.
+// Attention over coded blocks, with the codes of real caches.
 //
 //   bench_weighted_attention --codes FILE [--out FILE] [--commit HASH] [--replays N] [--layer N]
 //                            [--shape BATCHxTOKENS] [--only NAME]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over weighted blocks, and decoders of their codes alone."""
+"""Attention over coded blocks, and decoders of their codes alone."""
 from .kit import markdown, number, result, table, table_of
 
 

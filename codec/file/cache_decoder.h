@@ -113,7 +113,7 @@ using VisitLayer = std::function<Status(int32_t seq, int32_t layer, const Decode
 Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer& visit,
                   const std::function<void(double)>& progress);
 
-// Whether it holds a sequence of a store (docs/reference/format.md, section 8), which no
+// Whether it holds a sequence of a store (store/ENGINE.md), which no
 // CacheDecoder opens.
 bool holds_store_sequence(const ContainerReader& container);
 

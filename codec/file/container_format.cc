@@ -76,14 +76,14 @@ Status load_container_header(const uint8_t* bytes, size_t size, uint64_t file_si
   out->file_bytes = r.u64();
   out->index_offset = r.u64();
   out->index_checksum = r.u64();
-  const bool reserved_clear = r.u64() == 0 && r.u64() == 0;
+  const uint64_t reserved = r.u64() | r.u64();
   const uint64_t checksum = r.u64();
   // The version comes first: only a known one says where the checksum is.
   if (out->major != kContainerMajor) return unknown_version(out->major);
   if (verify_checksums && checksum != xxh3(bytes, kHashedHeaderBytes)) {
     return corrupt("header: checksum does not match");
   }
-  if (!reserved_clear && out->minor <= kContainerMinor) {
+  if (reserved != 0 && out->minor <= kContainerMinor) {
     return corrupt("header: reserved bytes are not zero");
   }
   if (out->file_bytes != file_size) {

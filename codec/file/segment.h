@@ -41,7 +41,7 @@ struct SegmentFormat {
   ComponentFormat format;
   const Basis* basis = nullptr;  // null: none
   float step = 0;                // StepRule::kAbsolute
-  bool coded = false;            // in blocks: weighted ones or those of `codebook` or `blocks`
+  bool coded = false;            // in blocks: of `weighted`, `codebook` or `blocks`
   const Codebook* codebook = nullptr;
   const BlockDecoder* blocks = nullptr;
   int32_t code_bits = 0;              // of a code that is in no block; 0: format.type.bits()
@@ -54,7 +54,7 @@ struct SegmentFormat {
   // whole units.
   int64_t unit_tokens() const;
   int64_t chunk_tokens() const;
-  // Tokens of the chunk that starts at a token of the segment, if as many are left. Weighted blocks
+  // Tokens of the chunk that starts at a token of the segment, if as many are left. Coded blocks
   // end where the position is a multiple of kBlockTokens.
   int64_t chunk_at(int64_t token) const;
   bool is_weighted() const { return format.step_rule == StepRule::kWeighted; }

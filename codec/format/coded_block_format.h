@@ -42,7 +42,6 @@ inline constexpr int32_t kMaxCodedBlockBytes =
 // codes of a symbol each, and as long as can be.
 inline constexpr int32_t kPayloadSlackBytes = kMaxBlockCodes / kWarpLanes * kMaxCodeLength / 8 + 16;
 
-// The fields of a block of either version; docs/reference/format.md has the bytes.
 // Number of slices of a head_dim, each a block of its own.
 inline constexpr int32_t slice_count(int32_t head_dim) {
   return (head_dim + kSliceDims - 1) / kSliceDims;

@@ -61,9 +61,9 @@ TKV_HD int32_t importance_exponent(double u) {
   for (const double threshold : kThresholds) g += u <= threshold;
   return g;
 }
-// u of the token at a position counted from 0, within a rounding of each product.
-TKV_HD double token_importance(int64_t position, float significance, double scale) {
-  return static_cast<double>(position + 1) * static_cast<double>(significance) * scale;
+// u of the token at a position counted from 0.
+TKV_HD double token_importance(int64_t position, float significance) {
+  return static_cast<double>(position + 1) * static_cast<double>(significance);
 }
 
 // e of a token of values from the sum of its squares.

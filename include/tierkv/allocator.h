@@ -232,7 +232,7 @@ struct DeviceWorkspace {
 TKV_API Status run_page_op_device(const PageAllocator& a, const PageOp& op,
                                   const DeviceWorkspace& workspace, GpuStream stream);
 
-// A page that more than one table holds is frozen: not scored, no victim, not written.
+// A page that more than one table holds is frozen: nobody may write to it.
 TKV_HD bool is_frozen(const PageAllocator& a, int32_t page) {
   return a.records[page].reference_count > 1;
 }

@@ -34,7 +34,7 @@ inline constexpr int32_t kNotApplicable = -1;  // of a field of ChunkKey
 // The values are those of the file format. An unknown kind is skipped where its chunk is marked
 // optional and refused otherwise.
 enum class ChunkKind : uint16_t {
-  kModel = 1,           // layout of the cache, names; the first chunk
+  kModel = 1,           // layout of the cache, names
   kSequence = 2,        // id, kind and tokens of a sequence
   kBasis = 3,           // coordinates and global step of a (layer, kv_head, component)
   kCodebook = 4,        // of a (layer, component, part), one by one where it is a family

@@ -120,7 +120,7 @@ struct EngineBatch {
   const int32_t* sequences = nullptr;        // [count]; null: 0, 1, 2, ...
   int32_t count = 0;                         // at most max_sequences
   const int32_t* query_start_loc = nullptr;  // [num_sequences + 1]; null: `queries` each
-  int32_t queries = 1;  // the most of a sequence; of one with more only the newest are looked at
+  int32_t queries = 1;                       // most of a sequence; beyond it only the newest count
   // As the layers': one plan serves all layers with the same.
   int64_t block_stride = 0;
   int64_t num_blocks = 0;

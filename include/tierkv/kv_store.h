@@ -9,9 +9,9 @@
 // A row is a (sequence, layer, kv_head). By position its tokens are the sinks, which stay raw; the
 // body, which is compressed; and the window with what waits before it, raw. The same calls serve
 // prompts, turns and steps. A chunk of more than kMaxStepTokens is compressed layer by layer as
-// append() brings it, so at most one layer of a chunk is raw at any time. A step of up to so many
-// is compressed for all layers by begin(). The same tokens give the same bytes in whatever chunks
-// they come, unless significances come too.
+// append() brings it, so at most one layer of a chunk is raw at any time. A step of at most
+// kMaxStepTokens is compressed for all layers by begin(). The same tokens give the same bytes in
+// whatever chunks they come, unless significances come too.
 //
 // The config's format says how the body is compressed: Coded (entropy-coded weighted steps), Tiers
 // (fixed widths by importance) or Channel (channel-wise keys). All calls serve every format.
@@ -50,11 +50,11 @@ namespace store {
 class Engine;
 }
 
-// Format "coded": a step per row times an eighth-octave exponent per token, Huffman-coded in blocks
+// Format "coded": a step per row, times 2^(e / 8) for a token's exponent e, Huffman-coded in blocks
 // of 64 positions (docs/reference/format.md, "Weighted steps"). Keys are quantised before RoPE.
 struct TKV_API CodedFormat {
   // k: the standard deviation of the error that key steps may cause in a logit. v: value steps as a
-  // fraction of the size of the token's value. Both at most 1024. 0: 0.55 and 0.5 with a profile
+  // fraction of the size of the token's value. Both 1e-6 to 1024. 0: 0.55 and 0.5 with a profile
   // that has query energies and sensitivities, 0.33 and 0.28 otherwise.
   double k = 0, v = 0;
   // Bits of the longest code word, 8 to 14. create_device() refuses lengths for whose tables the
@@ -211,13 +211,12 @@ class TKV_API KvStore final {
   // counts as unknown.
   //
   // A step (begin, append and attend of every layer, up to kMaxStepTokens tokens) can be captured
-  // in a CUDA graph. The captured calls count as made, and the graph's first launch makes them;
-  // note_replay() comes before each further launch. A launch that is owed comes before any other
-  // call of the store. Where it never comes, its sequences can only be released. Nothing else can
-  // be captured but attend; in the capture of a step kUnsupported refuses it for other sequences
-  // than the step's. kInvalidArgument refuses a step of sequences whose layers differ (a chunk was
-  // given up), and a step of CodedFormat before a layer has its means and codebooks
-  // (store/ENGINE.md).
+  // in a CUDA graph. Captured calls count as done; the graph's first launch executes them. Call
+  // note_replay() before each later launch, and launch before any other call of the store. If the
+  // launch never comes, the sequences can only be released. Apart from steps only attend can be
+  // captured; in a step's capture it takes only the step's sequences (kUnsupported).
+  // kInvalidArgument refuses a step of sequences whose layers differ (a chunk was given up), and a
+  // step of CodedFormat before a layer has its means and codebooks (store/ENGINE.md).
   //
   // k, v, q and out are aligned to 16 bytes. Three kinds of attend() are slower and cannot be
   // captured: more than kMaxStepTokens queries of a sequence, probabilities, and several queries of
@@ -234,17 +233,19 @@ class TKV_API KvStore final {
   // An empty sequence. kOutOfRange when max_sequences are open.
   Result<SequenceId> add_sequence();
   // Announces `tokens` more tokens of each sequence. Every layer must have got all tokens that were
-  // announced before. kOutOfRange beyond max_tokens. kOutOfPages with up to kMaxStepTokens tokens;
-  // longer chunks find out about pages in append(). In host memory kOutOfRange also where a token
-  // that leaves the window does not fit the format, in append() for longer chunks; it stays so
-  // until truncate() takes that token away.
+  // announced before. kOutOfRange beyond max_tokens. kOutOfPages with up to kMaxStepTokens tokens,
+  // where a page that sequences of the call share with each other counts for each of them; longer
+  // chunks find out about pages in append(). In host memory kOutOfRange also where a token that
+  // leaves the window does not fit the format, in append() for longer chunks; it stays so until
+  // truncate() takes that token away.
   Status begin(SequenceList sequences, int32_t tokens);
-  // Once per layer and begin(). kNonFinite; kOutOfRange for a value beyond +-65504;
+  // Call it once per layer after begin(). kNonFinite; kOutOfRange for a value beyond +-65504;
   // kInvalidArgument for a negative significance; kOutOfPages.
   Status append(const LayerAppend& call);
-  // Every sequence must have tokens, q_len at least. kNonFinite.
+  // Every sequence must have at least q_len tokens. kNonFinite.
   Status attend(const LayerAttend& call);
-  // kOutOfRange for positions that the layer does not hold.
+  // kOutOfRange for positions that the layer does not hold, kInvalidArgument for a layer that is
+  // not there.
   Status decode_range(const LayerRange& range);
 
   // A captured step of `tokens` tokens will run once more, for these sequences: those that were

@@ -50,7 +50,8 @@ struct TKV_API SignificanceCall {
   int64_t q_token_stride = 0, q_head_stride = 0;
   int64_t k_token_stride = 0, k_head_stride = 0;
   int32_t num_sequences = 0;  // on a device at most 65535
-  // On a device: at least the longest sequence's, at most total_tokens; those where starts is null.
+  // On a device: at least the longest sequence, at most total_tokens; equal to it where starts is
+  // null.
   int32_t max_tokens = 0;
   int32_t total_tokens = 0;  // of all
   int32_t num_q_heads = 0, num_kv_heads = 0;

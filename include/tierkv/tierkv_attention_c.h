@@ -183,14 +183,14 @@ typedef struct tkv_significance_call {
   int64_t k_token_stride;
   int64_t k_head_stride;
   int32_t num_sequences;
-  /* At least the longest sequence's, at most total_tokens; the host calls do not look at it. */
+  /* At least the longest sequence, at most total_tokens; the host calls do not look at it. */
   int32_t max_tokens;
   int32_t total_tokens;
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
   tkv_dtype dtype;
-  int32_t query_stride; /* counted are every so many queries, from the last; 1: all; 0: 16 */
+  int32_t query_stride; /* every n-th query counts, from the last; 1: all; 0: 16 */
   double sm_scale;      /* 0: 1 / sqrt(head_dim) */
   float* lse;           /* [num_q_heads, total_tokens]; of counted queries, others kept or NaN */
   float* significance;  /* [num_kv_heads, total_tokens] */

@@ -35,7 +35,7 @@ typedef struct tkv_analyze_options {
      cannot serve */
   const char* const* presets;
   size_t num_presets;
-  const char* profile;  /* of tkv_calibrate, or null: each sequence's own means and steps */
+  const char* profile;  /* a kv-profile, or null: each sequence's own means and steps */
   const char* sequence; /* only this one, or null: all */
   int32_t first_layer;
   int32_t num_layers; /* 0: to the last one */
@@ -111,7 +111,7 @@ typedef struct tkv_compress_options {
   int32_t overwrite;       /* 1: replaces a container that exists */
   int32_t without_queries; /* 1: queries and significance are left out */
   const tkv_progress* progress;
-  int64_t values;        /* out: keys and values */
+  int64_t values;        /* out: number of values, of keys and of values */
   int64_t file_bytes;    /* out: of the container */
   int64_t carried_bytes; /* out: of file_bytes, those of queries and significance */
   int64_t tokens[4];     /* out: (row, token) pairs in window, high, low, pruned */

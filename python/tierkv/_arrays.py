@@ -14,6 +14,7 @@ FloatArray = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
 # Anything with __array__ or __dlpack__ in CPU memory: numpy.ndarray, torch.Tensor and others.
 ArrayLike = Any
+Bytes = Union[bytes, bytearray, memoryview, ArrayLike]
 # A numpy.ndarray, or a torch.Tensor where the call was given one.
 AnyArray = Any
 

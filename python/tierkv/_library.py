@@ -35,6 +35,14 @@ def integer(value: Any, name: str, kind: Any = c_int32) -> int:
     return number
 
 
+def real(value: Any, name: str) -> float:
+    """`value`, which must be a number; TypeError."""
+    try:
+        return float(operator.pos(value))  # a text has no sign
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: {value!r} is not a number") from None
+
+
 class Struct(ctypes.Structure):
     """A struct of the C ABI; its size is set when it is made. Its integers are checked."""
 
@@ -42,6 +50,8 @@ class Struct(ctypes.Structure):
         for name, kind, *_ in self._fields_:
             if kind in _LIMITS and name in fields:
                 fields[name] = integer(fields[name], name, kind)
+            elif kind in (c_double, c_float) and name in fields:
+                fields[name] = real(fields[name], name)
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
 
@@ -218,12 +228,12 @@ CORE: Dict[str, List[Any]] = {
     "tkv_quantize": [c_void_p, POINTER(Codes)],
     "tkv_dequantize": [POINTER(Codes), c_void_p],
     "tkv_codebook_build": [POINTER(CodebookSpec), c_void_p, c_int64, POINTER(c_void_p)],
-    "tkv_codebook_parse": [c_char_p, c_size_t, POINTER(c_void_p)],
+    "tkv_codebook_parse": [c_void_p, c_size_t, POINTER(c_void_p)],
     "tkv_codebook_serialize": [c_void_p, POINTER(Buffer)],
     "tkv_block_encode": [c_void_p, POINTER(BlockShape), c_void_p, POINTER(Buffer)],
     "tkv_block_decode": [c_void_p, POINTER(BlockShape), POINTER(Buffer), c_void_p],
     "tkv_container_open": [c_char_p, POINTER(c_void_p)],
-    "tkv_container_open_bytes": [c_char_p, c_size_t, c_char_p, POINTER(c_void_p)],
+    "tkv_container_open_bytes": [c_void_p, c_size_t, c_char_p, POINTER(c_void_p)],
     "tkv_container_get_info": [c_void_p, POINTER(ContainerInfo)],
     "tkv_container_get_sequence": [c_void_p, c_int32, POINTER(SequenceInfo)],
     "tkv_container_decode_layer": [c_void_p, POINTER(LayerStruct)],
@@ -328,7 +338,10 @@ def dumps() -> Library:
 
 
 def encode_path(path: Path) -> bytes:
-    data = os.fsencode(path)
+    try:
+        data = os.fsencode(path)
+    except TypeError:
+        raise ArgumentTypeError(f"{path!r} is not a path") from None
     if b"\0" in data:
         raise InvalidArgumentError("embedded null byte in a path")
     return data

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _library as lib
-from ._arrays import DTYPES, FLOAT32, AnyArray, Array, ArrayLike, floats, integers, like, pointer, shaped, to_numpy, values
+from ._arrays import DTYPES, FLOAT32, AnyArray, Array, ArrayLike, Bytes, byte_memory, floats, integers, like, pointer, shaped, to_numpy, values
 from .errors import ArgumentTypeError, InvalidArgumentError
 
 BLOCK_TOKENS = 64
@@ -196,10 +196,10 @@ class Codebook(lib.Owner):
         return cls(handle)
 
     @classmethod
-    def parse(cls, data: bytes) -> "Codebook":
+    def parse(cls, data: Bytes) -> "Codebook":
         """From the bytes that bytes(codebook) gave; any bytes are safe."""
-        handle = ctypes.c_void_p()
-        lib.core().call("tkv_codebook_parse", data, len(data), handle)
+        array, handle = byte_memory(data, "data"), ctypes.c_void_p()
+        lib.core().call("tkv_codebook_parse", pointer(array), array.size, handle)
         return cls(handle)
 
     def __bytes__(self) -> bytes:
@@ -212,12 +212,16 @@ class Codebook(lib.Owner):
         room = lib.core().dll.tkv_block_max_bytes(c.shape[1])
         return _filled("tkv_block_encode", room, self._handle, shape, pointer(c))
 
-    def decode(self, data: bytes, shape: Tuple[int, int]) -> npt.NDArray[np.int16]:
+    def decode(self, data: Bytes, shape: Tuple[int, int]) -> npt.NDArray[np.int16]:
         """The codes of a block, [tokens, head_dim]."""
-        block = lib.BlockShape(tokens=shape[0], head_dim=shape[1])
-        if not 1 <= shape[0] <= BLOCK_TOKENS or not 1 <= shape[1] <= 4096:
+        try:
+            tokens, head_dim = shape
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(f"shape {shape!r} is not (tokens, head_dim)") from None
+        block = lib.BlockShape(tokens=tokens, head_dim=head_dim)
+        if not 1 <= tokens <= BLOCK_TOKENS or not 1 <= head_dim <= 4096:
             raise InvalidArgumentError(f"no block has shape {shape}")
-        source = np.frombuffer(data, np.uint8)
+        source = byte_memory(data, "data")
         buffer = lib.Buffer(data=pointer(source), capacity=source.size, size=source.size)
         out = np.empty(shape, np.int16)
         lib.core().call("tkv_block_decode", self._handle, block, buffer, pointer(out))

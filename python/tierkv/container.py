@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _library as lib
-from ._arrays import DTYPES, FloatArray, pointer
+from ._arrays import DTYPES, Bytes, FloatArray, byte_memory, pointer
 from .errors import InvalidArgumentError, OutOfRangeError
 
 
@@ -64,10 +64,10 @@ class Container(lib.Owner):
         self._read(handle)
 
     @classmethod
-    def from_bytes(cls, data: bytes, name: str = "bytes") -> "Container":
-        """Opens a container in memory. Messages call it `name`."""
-        handle = ctypes.c_void_p()
-        lib.core().call("tkv_container_open_bytes", data, len(data), lib.encode_path(name), handle)
+    def from_bytes(cls, data: Bytes, name: str = "bytes") -> "Container":
+        """Opens a container in memory: bytes, or an array or CPU tensor of uint8. Messages call it `name`."""
+        array, handle = byte_memory(data, "data"), ctypes.c_void_p()
+        lib.core().call("tkv_container_open_bytes", pointer(array), array.size, lib.encode_path(name), handle)
         container = cls.__new__(cls)
         container._read(handle)
         return container

@@ -84,7 +84,7 @@ PRESETS: Dict[str, BodyFormat] = {
 
 def preset(name: str) -> BodyFormat:
     """ValueError for a name that is not one of PRESETS."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise InvalidArgumentError(f"format {name!r} is not one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
@@ -182,6 +182,8 @@ def _format(format: BodyFormat) -> Dict[str, Any]:
         return {"channel": ctypes.pointer(lib.ChannelConfigStruct(**dataclasses.asdict(format)))}
     if not isinstance(format, TiersFormat):
         raise ArgumentTypeError(f"format: {type(format).__name__} is not CodedFormat, TiersFormat or ChannelFormat")
+    if not isinstance(format.classes, Iterable) or not all(isinstance(c, TierClass) for c in format.classes):
+        raise ArgumentTypeError(f"format: classes {format.classes!r} are not a tuple of TierClass")
     classes = [ctypes.pointer(lib.TierClassStruct(high=ctypes.pointer(c.high._struct()), low=ctypes.pointer(c.low._struct()),
                                                   alpha_high=c.alpha_high, alpha_low=c.alpha_low, share=c.share)) for c in format.classes]
     if not classes:

@@ -28,7 +28,7 @@ import numpy as np
 
 from . import _device
 from . import _library as lib
-from ._arrays import DTYPES, Array, ArrayLike, byte_memory, is_tensor, like, pointer, values
+from ._arrays import DTYPES, Array, ArrayLike, Bytes, byte_memory, is_tensor, like, pointer, values
 from .errors import ArgumentTypeError, BufferTooSmallError, InvalidArgumentError, OutOfRangeError, StaleSequenceError
 from .kv_config import PRESETS, BodyFormat, ChannelFormat, CodedFormat, StoreConfig, TierClass, TierFormat, TiersFormat, preset
 
@@ -197,6 +197,7 @@ class KvStore(lib.Owner):
         c = self.config
         if dtype not in ("float16", "bfloat16"):
             raise InvalidArgumentError(f"dtype {dtype!r} is not float16 or bfloat16")
+        first, end = lib.integer(first, "first"), lib.integer(end, "end")
         if not 0 <= first <= end <= c.max_tokens:
             raise OutOfRangeError(f"positions {first} to {end} are not within max_tokens {c.max_tokens}")
         shape = (end - first, c.num_kv_heads, c.head_dim)
@@ -283,7 +284,7 @@ class KvStore(lib.Owner):
                 except BufferTooSmallError:
                     size = buffer.size
 
-    def import_sequence(self, data: Union[bytes, bytearray, memoryview, ArrayLike]) -> int:
+    def import_sequence(self, data: Bytes) -> int:
         """The sequence that export_sequence() wrote: bytes, or an array or CPU tensor of uint8. CorruptError, VersionError; InvalidArgumentError for bytes of
         another kind or config; OutOfRangeError where max_sequences are open or it is longer than max_tokens; OutOfPagesError."""
         array = byte_memory(data, "data")

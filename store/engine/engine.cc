@@ -173,6 +173,7 @@ Result<std::vector<uint8_t>> KvStore::export_sequence(SequenceId sequence) {
 }
 
 Status KvStore::export_sequence(SequenceId sequence, const ExportTarget& target) {
+  if (!target) return Status(StatusCode::kInvalidArgument, "target is empty");
   const Result<int32_t> slot = engine_->sequences.complete_slot_of(sequence);
   if (!slot) return slot.status();
   const Result<store::SequenceSource> source =

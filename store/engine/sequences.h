@@ -74,8 +74,8 @@ class Sequences {
   std::vector<LayerTokens> layers_;  // [max_sequences][num_layers]
   int32_t open_ = 0;
   mutable std::vector<int32_t> slots_;       // scratch
-  mutable std::vector<uint32_t> last_call_;  // [max_sequences] that named it
-  mutable uint32_t call_ = 0;
+  mutable std::vector<uint64_t> last_call_;  // [max_sequences] that named it
+  mutable uint64_t call_ = 0;
 };
 
 }  // namespace tierkv::store

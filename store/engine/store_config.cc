@@ -5,6 +5,7 @@
 #include <ranges>
 #include <string>
 
+#include "codec/format/element.h"
 #include "codec/format/errors.h"
 #include "codec/policy/profile.h"
 #include "store/engine/engine.h"
@@ -24,7 +25,7 @@ Status check_range(const char* name, int64_t x, int64_t least, int64_t most) {
 
 Status check_layout(const CacheLayout& layout) {
   if (Status s = layout.validate(); !s) return s.with_context("layout");
-  if (layout.dtype == DType::kFloat32) return unsupported("layout.dtype: float32");
+  if (!is_raw_dtype(layout.dtype)) return unsupported("layout.dtype: not float16 or bfloat16");
   if (!is_known_head_dim(layout.head_dim)) {
     return unsupported("layout.head_dim: " + std::to_string(layout.head_dim) +
                        "; a store needs 64, 96, 128 or 256");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of attention over weighted blocks on the host, thread by thread, against exact
+// The kernels of attention over coded blocks on the host, thread by thread, against exact
 // attention over decoded blocks.
 #include <gtest/gtest.h>
 

@@ -320,7 +320,7 @@ TEST_F(CodedFamilyTest, CostsLittleBesideItsCodeWords) {
   }
 }
 
-// The bytes of version 2, pinned: a change here is a change of the format.
+// Bytes, pinned: a change here is a change of the format.
 TEST(CodedBlockGolden, BytesStayTheSame) {
   const auto hash = [](const std::vector<uint8_t>& bytes) {
     uint64_t h = 0xcbf29ce484222325u;
@@ -357,7 +357,7 @@ TEST(CodedBlockGolden, BytesStayTheSame) {
       for (int i = 0; i < 300; ++i) significance.push_back((draw() + 15) / 1024.0f);
       std::vector<int8_t> e(300);
       std::vector<int16_t> codes(tokens.size());
-      ASSERT_TRUE(importance_exponents(significance.data(), 300, 4, 1, e.data()));
+      ASSERT_TRUE(importance_exponents(significance.data(), 300, 4, e.data()));
       ASSERT_TRUE(token_exponents(c, all, head_dim, e.data(), e.data()));
       ASSERT_TRUE(quantize_weighted(row, c, all, e.data(), codes.data()));
       BookSpec spec{3, true, {}};

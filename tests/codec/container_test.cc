@@ -159,6 +159,25 @@ TEST_F(ContainerTest, AnotherMajorVersionIsRefusedANewerMinorIsRead) {
   }
 }
 
+// A minor version may use them; this one does not.
+TEST_F(ContainerTest, ReservedBytesOfTheHeaderAreZeroInThisMinorVersion) {
+  const std::vector<uint8_t> bytes = write(some_chunks());
+  for (const int32_t byte : {40, 47, 48, 55}) {
+    for (const uint8_t minor : {0, 1}) {
+      std::vector<uint8_t> other = bytes;
+      other[10] = minor;
+      other[byte] = 7;
+      const uint64_t checksum = xxh3(other.data(), 56);
+      std::memcpy(other.data() + 56, &checksum, sizeof(checksum));
+      const Status s = read_all(other);
+      EXPECT_EQ(s.code(), minor == 0 ? StatusCode::kCorrupt : StatusCode::kOk) << byte;
+      if (minor == 0) {
+        EXPECT_THAT(s.message(), HasSubstr("reserved bytes"));
+      }
+    }
+  }
+}
+
 TEST_F(ContainerTest, AnUnknownChunkIsRefusedUnlessItIsOptional) {
   std::vector<Chunk> chunks = some_chunks();
   chunks[3].optional = false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that decode ranges of weighted blocks, on the host, against dequantize_weighted(): the
+// The warps that decode ranges of coded blocks, on the host, against dequantize_weighted(): the
 // same numbers.
 #include <gtest/gtest.h>
 

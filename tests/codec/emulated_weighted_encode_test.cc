@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that encode weighted blocks, on the host, against encode_block():
+// The warps that encode coded blocks, on the host, against encode_block():
 // the same bytes.
 #include "codec/gpu/coded/weighted_encode.cuh"
 

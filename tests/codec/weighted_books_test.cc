@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Families of books for weighted blocks.
+// Families of books for coded blocks.
 #include "codec/host/coded/weighted_books.h"
 
 #include <gtest/gtest.h>

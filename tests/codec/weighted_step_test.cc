@@ -87,18 +87,17 @@ TEST_F(WeightedStepTest, SumOfSquaresIsTheTreeOfLanes) {
 TEST_F(WeightedStepTest, RefusesImpossibleSignificances) {
   int8_t g[3] = {9, 9, 9};
   const float good[] = {0.0f, 0.5f, 0.25f};
-  EXPECT_TRUE(importance_exponents(good, 3, 0, 1, g));
+  EXPECT_TRUE(importance_exponents(good, 3, 0, g));
   EXPECT_EQ(g[0], 4);
   EXPECT_EQ(g[1], importance_exponent(2 * 0.5));
   EXPECT_EQ(g[2], importance_exponent(3 * 0.25));
   for (float wrong : {NAN, INFINITY, -1.0f}) {
     int8_t h[3] = {9, 9, 9};
     const float bad[] = {0.1f, 0.2f, wrong};
-    EXPECT_EQ(importance_exponents(bad, 3, 0, 1, h).code(),
+    EXPECT_EQ(importance_exponents(bad, 3, 0, h).code(),
               wrong == -1.0f ? StatusCode::kInvalidArgument : StatusCode::kNonFinite);
     for (int8_t e : h) EXPECT_EQ(e, 9);
   }
-  EXPECT_EQ(importance_exponents(good, 3, 0, NAN, g).code(), StatusCode::kNonFinite);
 }
 
 // Entries of the tables are the true values rounded, but for the rounding of double arithmetic: at

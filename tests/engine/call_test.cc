@@ -19,7 +19,8 @@ TEST(OneStoreConfig, RefusesByName) {
   };
   const Case cases[] = {
       {"head_dim", [](StoreConfig* c) { c->layout.head_dim = 80; }},
-      {"float32", [](StoreConfig* c) { c->layout.dtype = DType::kFloat32; }},
+      {"layout.dtype", [](StoreConfig* c) { c->layout.dtype = DType::kFloat32; }},
+      {"layout.dtype", [](StoreConfig* c) { c->layout.dtype = static_cast<DType>(7); }},
       {"sink_tokens", [](StoreConfig* c) { c->sink_tokens = 17; }},
       {"window_tokens", [](StoreConfig* c) { c->window_tokens = 7; }},
       {"max_sequences", [](StoreConfig* c) { c->max_sequences = 0; }},
@@ -41,6 +42,7 @@ TEST(OneStoreConfig, RefusesByName) {
       {"rope: layers", [](StoreConfig* c) { c->rope.push_back(Rope::plain(10000, 32)); }},
       {"format.k", [](StoreConfig* c) { c->format = CodedFormat{.k = -1}; }},
       {"format.k", [](StoreConfig* c) { c->format = CodedFormat{.v = NAN}; }},
+      {"format.k", [](StoreConfig* c) { c->format = CodedFormat{.k = 1e-300}; }},
       {"max_length", [](StoreConfig* c) { c->format = CodedFormat{.max_length = 15}; }},
       {"streams_per_lane", [](StoreConfig* c) { c->format = CodedFormat{.streams_per_lane = 3}; }},
       {"key_books", [](StoreConfig* c) { c->format = CodedFormat{.key_books = 5}; }},
@@ -50,6 +52,13 @@ TEST(OneStoreConfig, RefusesByName) {
          CacheLayout other = c->layout;
          other.num_layers = 3;
          c->profile = random_profile(other, c->rope, &rng);
+       }},
+      {"profile: weighted steps: value_step",
+       [](StoreConfig* c) {
+         std::mt19937 rng(1);
+         auto profile = std::make_shared<Profile>(*random_profile(c->layout, c->rope, &rng));
+         profile->rows[1].value_scale = 1e-60;
+         c->profile = profile;
        }},
   };
   for (const Case& test : cases) {

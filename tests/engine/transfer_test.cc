@@ -62,6 +62,31 @@ TEST_F(SequenceTransfer, StoresOfUnequalCapacityAgree) {
             values(from.store.engine.get(), from.id, small.layout));
 }
 
+// After a truncation inside the body all tokens of a sequence lie in it. A store whose max_tokens
+// they just reach takes them.
+TEST_F(SequenceTransfer, ATruncatedSequenceFillsAStore) {
+  for (const int32_t kind : {0, 1, 2}) {
+    ConfigChoice choice;
+    choice.max_tokens = 2000;
+    StoreConfig config = make_config(choice);
+    if (kind == 1) config.format = TiersFormat{};
+    if (kind == 2) config.format = ChannelFormat{};
+    config.raw_layers = {0};
+    give_pages(800, &config);
+    const Feed feed(config.layout, 1100, &rng_);
+    OneSequence from(config, feed, 1100);
+    for (int32_t tokens = 1024; tokens > 0; tokens -= 64) {
+      ASSERT_TRUE(from.store.engine->truncate(from.id, tokens));
+      const std::vector<uint8_t> bytes = from.bytes();
+      StoreConfig small = config;
+      small.max_tokens = tokens;
+      OneSequence to(small);
+      const auto id = to.store.engine->import_sequence(bytes.data(), bytes.size());
+      ASSERT_TRUE(id) << kind << " " << tokens << " " << id.status().message();
+    }
+  }
+}
+
 TEST_F(SequenceTransfer, ACompressedFileIsNamed) {
   std::ifstream file(TIERKV_SOURCE_DIR "/tests/golden/containers/k4v2_window_8.tkv",
                      std::ios::binary);
@@ -96,6 +121,8 @@ TEST_F(SequenceTransfer, LongSequencesIntoMemoryOfTheCaller) {
       return nullptr;
     });
     EXPECT_EQ(refused.code(), StatusCode::kBufferTooSmall);
+    EXPECT_EQ(engine->export_sequence(from.id, ExportTarget{}).code(),
+              StatusCode::kInvalidArgument);
     EXPECT_EQ(given, std::vector<uint8_t>(bytes.size(), 0xee));
     ASSERT_TRUE(engine->export_sequence(from.id, [&](size_t) { return given.data(); }));
     EXPECT_EQ(given, bytes);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bytes of codebooks and coded blocks in every mode and many shapes, and the example of
-// docs/reference/format.md.
+// docs/internals/coded-attention.md.
 #include <bit>
 #include <random>
 

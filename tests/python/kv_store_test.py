@@ -208,7 +208,8 @@ class Refused(KvStoreTest):
                                (dict(dtype="float64"), ValueError), (dict(dtype="float32"), ValueError), (dict(rope="halves"), TypeError), (dict(raw_layers=1), TypeError),
                                (dict(raw_layers=(0.7,)), TypeError), (dict(raw_layers=(2**32,)), tierkv.InvalidArgumentError),
                                (dict(format=CodedFormat(max_length=0)), ValueError), (dict(format="small"), TypeError), (dict(sink_tokens=-1), ValueError),
-                               (dict(format=TiersFormat(())), ValueError), (dict(memory_bytes=1), tierkv.OutOfRangeError),
+                               (dict(format=TiersFormat(())), ValueError), (dict(format=TiersFormat((1,))), tierkv.ArgumentTypeError),
+                               (dict(sm_scale="1"), tierkv.ArgumentTypeError), (dict(format=TiersFormat(None)), tierkv.ArgumentTypeError), (dict(memory_bytes=1), tierkv.OutOfRangeError),
                                (dict(format=ChannelFormat(v_bits=0)), ValueError), (dict(format=ChannelFormat(block_tokens=0)), ValueError),
                                (dict(format=ChannelFormat(k_bits=3)), tierkv.TierkvError), (dict(max_tokens=2**40), tierkv.InvalidArgumentError),
                                (dict(format=TiersFormat((TierClass(TierFormat(3, 4)),))), tierkv.TierkvError)):
@@ -254,6 +255,8 @@ class Refused(KvStoreTest):
                                 (lambda: store.attend(id, 9, self.normal(1, 1, Q_HEADS, HEAD_DIM)), tierkv.InvalidArgumentError),
                                 (lambda: store.attend(id, 0, self.normal(1, 11, Q_HEADS, HEAD_DIM)), tierkv.TierkvError),
                                 (lambda: store.decode_range(id, 0, 3, 11), tierkv.OutOfRangeError),
+                                (lambda: store.decode_range(id, 0, None, 3), tierkv.ArgumentTypeError),
+                                (lambda: store.decode_range(id, 0, 0.5, 3), tierkv.ArgumentTypeError),
                                 (lambda: store.decode_range(id, 0, 0, 2**31 - 1), tierkv.OutOfRangeError),
                                 (lambda: store.append(id, 0, k.astype(">f2"), k), TypeError), (lambda: store.truncate(id, 11), tierkv.TierkvError),
                                 (lambda: store.import_sequence(b"no"), tierkv.InvalidArgumentError)):

@@ -124,7 +124,7 @@ class Codec(PackageTest):
         codes = np.rint(self.rng.normal(size=(50, 96)) * 4).astype(np.int64)
         codes[3, 3] = -32000  # an exception; with -32768 its difference might not fit 16 bits, and the block were raw
         book = tierkv.Codebook.build(codes, "value")
-        again = tierkv.Codebook.parse(bytes(book))
+        again = tierkv.Codebook.parse(bytearray(bytes(book)))
         data = book.encode(codes)
         self.assertLess(len(data), codes.size)
         np.testing.assert_array_equal(again.decode(data, codes.shape), codes, f"seed {self.seed}")
@@ -154,6 +154,9 @@ class Codec(PackageTest):
                 (lambda: tierkv.Page(tierkv.PageFormat(64), read_only).append(x, x), ValueError, "not writable"),
                 (lambda: tierkv.Container("/nowhere"), OSError, "/nowhere"),
                 (lambda: tierkv.Container.from_bytes(b"no container"), tierkv.InvalidArgumentError, "bytes"),
+                (lambda: tierkv.Container.from_bytes("no bytes"), tierkv.ArgumentTypeError, "data"),
+                (lambda: tierkv.Container(None), tierkv.ArgumentTypeError, "path"),
+                (lambda: tierkv.Codebook.parse("no bytes"), tierkv.ArgumentTypeError, "data"),
                 (lambda: tierkv.analyze(SAMPLE, ["k8v5"]), tierkv.InvalidArgumentError, "k8v5"),
                 (lambda: tierkv.analyze(SAMPLE, []), ValueError, "presets"),
                 (lambda: tierkv.analyze([]), tierkv.InvalidArgumentError, "files"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisers and bases, from sections 3 and 4 of the design. x is float32 [kv_heads, tokens, head_dim]."""
+"""Quantisers and bases, from docs/internals/architecture.md and docs/reference/format.md. x is float32 [kv_heads, tokens, head_dim]."""
 import numpy as np
 
 from presets import RAW

@@ -160,7 +160,7 @@ def decode_block(b, books, raw_tiles):
         width = 16 * (blocks + blocks % 2 if bits == 2 else blocks)
         values = raw_tiles(b.take(tiles * width * bits * 2), bits, tiles, width, component)[:, :16 * blocks]
         base = base - 65536 if base > 32767 else base
-        codes = values + base if bits < 16 else values.astype(np.uint16).view(np.int16).reshape(codes.shape).astype(np.int64)
+        codes = (values + base).astype(np.uint16).view(np.int16).reshape(codes.shape).astype(np.int64)
     else:
         if any((mode, component, streams) != (book.mode, book.component, book.streams) for book in books):
             raise ValueError("another family")

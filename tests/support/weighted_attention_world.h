@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of weighted blocks as attend_coded() takes them, what they decode to, and exact attention to
+// Rows of coded blocks as attend_coded() takes them, what they decode to, and exact attention to
 // compare with.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of random keys and values, with all that the kernels of weighted blocks take, and what the
+// Rows of random keys and values, with all that the kernels of coded blocks take, and what the
 // host makes of them.
 #pragma once
 
@@ -55,7 +55,6 @@ struct WeightedWorld {
   std::vector<int8_t> importance;  // [rows, tokens]: exponents G
   BookChoice books[2];
   std::vector<HostBlock> blocks;
-  double scale = 0.25;
 
   int32_t stride() const { return shape.head_dim + 8; }
   int32_t row_blocks() const { return (shape.tokens + kBlockTokens - 1) / kBlockTokens; }
@@ -181,7 +180,7 @@ struct WeightedWorld {
       }
     }
     for (int32_t i = 0; shape.significance && i < shape.rows * shape.tokens; ++i) {
-      significance.push_back(rng() % 20 == 0 ? 0.0f : std::exp2(8 * normal(rng) / 3 - 4));
+      significance.push_back(rng() % 20 == 0 ? 0.0f : std::exp2(8 * normal(rng) / 3 - 6));
     }
   }
 
@@ -204,8 +203,8 @@ struct WeightedWorld {
       const std::vector<float> values = floats(c, r);
       const size_t first = static_cast<size_t>(r) * shape.tokens + shape.sinks;
       if (shape.significance) {
-        ASSERT_TRUE(importance_exponents(&significance[first], body, shape.sinks, scale,
-                                         &importance[first]));
+        ASSERT_TRUE(
+            importance_exponents(&significance[first], body, shape.sinks, &importance[first]));
       }
       const WeightedTokens tokens{values.data(), body, shape.sinks};
       const auto component = static_cast<Component>(c);

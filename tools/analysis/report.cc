@@ -33,7 +33,7 @@ std::optional<TierPolicy> kept_apart(const AnalyzeResult& r) {
   return preset->scheme.policy;
 }
 
-// Bytes of weighted blocks by what they hold, and of rows' own means and steps; null without
+// Bytes of coded blocks by what they hold, and of rows' own means and steps; null without
 // blocks.
 Json parts_json(const Tally& t) {
   const BlockStats& s = t.blocks;

@@ -7,7 +7,7 @@
 namespace tierkv::tools {
 namespace {
 
-constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGPIPE};
+constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGPIPE, SIGXCPU, SIGALRM};
 std::atomic<int> noted{0};
 static_assert(std::atomic<int>::is_always_lock_free);  // a signal handler may write it
 

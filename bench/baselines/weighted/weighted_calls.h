@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps of weighted blocks as kernels of their own, to be timed and tested apart from a store,
+// The warps of coded blocks as kernels of their own, to be timed and tested apart from a store,
 // whose kernels they are parts of.
 #pragma once
 

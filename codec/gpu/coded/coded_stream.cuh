@@ -58,7 +58,7 @@ struct LaneStream {
   // payload: shared address, begin: first bit.
   __device__ __forceinline__ void open(uint32_t payload, int32_t begin, int32_t bias) {
     position = static_cast<uint32_t>(begin - bias);
-    // Before the first word lies the end of the starts: bits that are shifted out.
+    // Before the first word lies another part of the block: bits that are shifted out.
     const uint32_t word = payload + static_cast<uint32_t>((begin - bias) >> 5) * 4;
     low = load_shared(word);
     high = load_shared(word + 4);

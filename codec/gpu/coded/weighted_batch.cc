@@ -10,7 +10,7 @@ namespace tierkv {
 namespace {
 
 Status invalid(const char* what) {
-  return Status(StatusCode::kInvalidArgument, std::string("weighted blocks: ") + what);
+  return Status(StatusCode::kInvalidArgument, std::string("coded blocks: ") + what);
 }
 
 }  // namespace
@@ -18,7 +18,7 @@ Status invalid(const char* what) {
 Status DeviceWeightedRows::validate() const {
   if (!is_known_head_dim(head_dim)) {
     return Status(StatusCode::kUnsupported,
-                  "weighted blocks: head_dim must be 64, 96, 128 or 256 on the GPU");
+                  "coded blocks: head_dim must be 64, 96, 128 or 256 on the GPU");
   }
   if (num_rows < 0) return invalid("num_rows is negative");
   if (num_rows > 0 && (key_scales == nullptr || value_steps == nullptr)) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of weighted blocks take: keys and values to blocks (weighted_encode.cuh), and
+// What the kernels of coded blocks take: keys and values to blocks (weighted_encode.cuh), and
 // ranges of tokens back (weighted_decode.cuh).
 // Bytes and numbers are those of codec/host/coded/weighted_rows.h and
 // codec/host/coded/coded_block.h, bit for bit.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that decode ranges of tokens of weighted blocks to fp16 or bf16.
+// The warps that decode ranges of tokens of coded blocks to fp16 or bf16.
 //
 // A slice is opened once its own fields are checked, and decoded tile by tile.
 // Keys are turned as a tile is written: a lane has both channels of a pair. Where a pair reaches

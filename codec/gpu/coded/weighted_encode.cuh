@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that encode weighted blocks. A warp codes a block once; only a raw block, and the first
+// The warps that encode coded blocks. A warp codes a block once; only a raw block, and the first
 // slice of two, is coded again. Bound: instructions, about 20 a code.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a slice of a weighted block has besides its codes, exponents and lengths of streams, and
+// What a slice of a coded block has besides its codes, exponents and lengths of streams, and
 // what its form, coded or raw, follows from.
 #pragma once
 

@@ -17,8 +17,8 @@ struct BlockSource {
   std::span<const Codebook> family;
 };
 
-// The codes of all slices and the exponents, [out.tokens]. Returns what is wrong with the bytes,
-// and then there are some of them, or null.
+// The codes of all slices and the exponents, [out.tokens]. Returns null, or what is wrong with the
+// bytes: then only some are written.
 const char* decode_slices(const BlockSource& from, const SliceCodes& out, int8_t* exponents);
 
 }  // namespace tierkv

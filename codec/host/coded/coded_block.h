@@ -9,7 +9,7 @@
 // saturated; a slice that is no smaller coded is stored raw, so any 16-bit codes round-trip.
 //
 // Tokens have exponents, in the first slice, and dim blocks take their codebooks from a family.
-// What codes and exponents stand for says codec/host/coded/weighted_rows.h. Codes of other steps
+// codec/host/coded/weighted_rows.h says what codes and exponents stand for. Codes of other steps
 // have exponents 0, which take no bytes.
 //
 // Source: docs/notes/2026-11-21-entropy-choices.md.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codebooks of weighted blocks: a family of at most four for each (layer, component), and which of
+// Codebooks of coded blocks: a family of at most four for each (layer, component), and which of
 // them each dim block of each row takes.
 //
 // Dim blocks differ in how wide their codes spread. They are sorted by their mean squared code and

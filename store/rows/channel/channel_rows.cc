@@ -44,9 +44,11 @@ Status ChannelRows::prepare() {
   if (largest > sizes_.page_bytes)
     return invalid("page_bytes: a block takes " + std::to_string(largest));
   const Result<int32_t> slots = fit_table(config_.page_bytes == 0, &sizes_.page_bytes, [&] {
+    // After a truncation inside the body all tokens may lie in it.
+    const int32_t tokens = config_.max_tokens + config_.window_tokens;
     int64_t most_pages = 0;
     for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
-      most_pages = std::max(most_pages, layer_pages(l, config_.max_tokens, true));
+      most_pages = std::max(most_pages, layer_pages(l, tokens, true));
     }
     return most_pages;
   });

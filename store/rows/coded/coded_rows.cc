@@ -21,11 +21,11 @@ namespace {
 constexpr double kTypicalOverhead = 110, kTypicalFill = 0.93;
 
 bool is_step(double x) {
-  return std::isfinite(x) && x >= 0 && x <= 1024;
+  return x == 0 || (x >= 1e-6 && x <= 1024);
 }
 
 Status check_format(const CodedFormat& f) {
-  if (!is_step(f.k) || !is_step(f.v)) return invalid("format.k and format.v: 0 to 1024");
+  if (!is_step(f.k) || !is_step(f.v)) return invalid("format.k and format.v: 1e-6 to 1024, or 0");
   if (f.max_length < 8 || f.max_length > kMaxCodeLength) {
     return invalid("format.max_length: not 8 to 14");
   }
@@ -74,7 +74,8 @@ Status CodedRows::prepare_sizes() {
   }
   const Result<int32_t> slots = fit_table(config_.page_bytes == 0, &sizes_.page_bytes, [&] {
     shape_.page_units = static_cast<int32_t>(sizes_.page_bytes / kUnitBytes);
-    return layer_pages(0, config_.max_tokens, true);
+    // After a truncation inside the body all tokens may lie in it.
+    return layer_pages(0, config_.max_tokens + config_.window_tokens, true);
   });
   if (!slots) return slots.status();
   sizes_.most_pages = (int64_t{1} << 32) / shape_.page_units;
@@ -110,9 +111,13 @@ Status CodedRows::prepare() {
     for (const float x : mean) row.key_mean.push_back(float_to_half(saturate_to_half_range(x)));
     row.key_scale = from.key_scale;
     row.value_scale = from.value_scale;
-    if (row.query_energy.empty()) continue;
     WeightedFit fit;
-    fit.query_energy = row.query_energy.data();
+    fit.k = format_.k;
+    fit.v = format_.v;
+    fit.key_scale = row.key_scale;
+    fit.value_scale = row.value_scale;
+    fit.sm_scale = config_.layout.sm_scale;
+    if (!row.query_energy.empty()) fit.query_energy = row.query_energy.data();
     const Result<WeightedRow> weighted =
         fit_weighted_row(fit, shape_.head_dim, WeightedTokens{}, rope(layer));
     if (!weighted) return weighted.status().with_context("profile");

@@ -3,7 +3,7 @@
 // on its pages. Host and device share it.
 //
 // store/ENGINE.md, "Coded rows", has where blocks lie. Offsets count units of 16 bytes. The blocks
-// of a fixed layer are weighted blocks (codec/format/coded_block_format.h), those of others raw
+// of a fixed layer are coded blocks (codec/format/coded_block_format.h), those of others raw
 // blocks:
 //
 //   64 bytes                G of each token, i8; 0 behind the last one
@@ -54,7 +54,7 @@ struct CodedShape {
   TKV_HD constexpr int32_t raw_block_bytes(int32_t tokens) const {
     return kBlockTokens + tile_count(tokens) * TileLayout{kRawCodes, head_dim}.bytes();
   }
-  // The largest size of a weighted block with all its slices.
+  // The largest size of a coded block with all its slices.
   TKV_HD constexpr int32_t most_block_bytes() const {
     const int32_t slices = (head_dim + kSliceDims - 1) / kSliceDims;
     return kBlockTokens + slices * kCodedBlockHeaderBytes + kBlockTokens * head_dim * 2;
@@ -144,7 +144,7 @@ TKV_HD DecidedExponents decide_exponents(const Importance& known, int32_t positi
     case ImportanceKind::kUnknown:
       break;
     case ImportanceKind::kPrompt:
-      decided.importance = importance_exponent(token_importance(position, known.value, 1.0));
+      decided.importance = importance_exponent(token_importance(position, known.value));
       break;
     case ImportanceKind::kSeen:
       decided.importance =

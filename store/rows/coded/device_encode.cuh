@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cells as weighted blocks: the codec's encoder over staged tokens, each layer with its codebooks.
+// Cells as coded blocks: the codec's encoder over staged tokens, each layer with its codebooks.
 #pragma once
 
 #include "codec/gpu/coded/weighted_encode.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over weighted blocks against exact attention in double, over what the host decodes.
+// Attention over coded blocks against exact attention in double, over what the host decodes.
 #include <gtest/gtest.h>
 
 #include <algorithm>

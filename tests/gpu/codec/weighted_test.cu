@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted blocks on the GPU: the host's bytes from the host's coordinates, and the host's numbers
+// Coded blocks on the GPU: the host's bytes from the host's coordinates, and the host's numbers
 // from its bytes. Shapes that the emulated tests are too slow for.
 #include <gtest/gtest.h>
 

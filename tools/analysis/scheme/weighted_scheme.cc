@@ -93,7 +93,7 @@ Status fit_weighted_rows(const Scheme& scheme, const LayerData& data, const Cach
     std::vector<int8_t>& importance = out->importance[h];
     importance.resize(data.tokens);
     if (Status s = importance_exponents(significance.data(), static_cast<int32_t>(data.tokens), 0,
-                                        1, importance.data());
+                                        importance.data());
         !s) {
       return at(s.with_context("significance"));
     }
