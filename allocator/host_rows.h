@@ -14,14 +14,11 @@ inline RowDrop drop_row(const PageAllocator& a, const PageOp& op, const BatchRow
 
 // Append, grow, reserve: new pages, each from take(), go to the ends of the row's sides.
 template <class Take>
-void grow_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, const RowPlan& plan,
-              Take take) {
+void grow_row(const PageAllocator& a, const BatchRow& r, const RowPlan& plan, Take take) {
   int32_t* line = a.slots + line_start(a, r.row);
   for (int32_t s = 0; s < kMaxSides; ++s) {
     for (int32_t i = plan.pages.of[s] - plan.fresh.of[s]; i < plan.pages.of[s]; ++i) {
-      const int32_t page = take();
-      if (op.kind != PageOpKind::kReserve) a.records[page] = kEmptyPageRecord;
-      line[a.shape.table.slot_of(s, i)] = page;
+      line[a.shape.table.slot_of(s, i)] = take();
     }
   }
   a.tokens[r.row] = plan.tokens;

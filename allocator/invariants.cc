@@ -38,7 +38,7 @@ Status InvariantChecker::check(const PageAllocator& a) {
       if (Status s = check_row(a, row, sequence); !s) return s;
     }
   }
-  if (Status s = check_records(a); !s) return s;
+  if (Status s = check_references(a); !s) return s;
   if (a.state->first_error != kNoError || a.state->arrived != 0 || a.state->shares != 0) {
     return broken("nothing is left over from an operation", "arrived", a.state->arrived);
   }
@@ -124,9 +124,9 @@ Status InvariantChecker::check_line(const PageAllocator& a, int32_t row, int32_t
   return Status::ok();
 }
 
-Status InvariantChecker::check_records(const PageAllocator& a) const {
+Status InvariantChecker::check_references(const PageAllocator& a) const {
   for (int32_t p = 0; p < a.shape.num_pages; ++p) {
-    if (a.records[p].reference_count != std::max(tables_[p], 1)) {
+    if (a.references[p] != std::max(tables_[p], 1)) {
       return broken("a page is in as many tables as its reference count says", "page", p);
     }
     if ((tables_[p] > 0) != (holder_[p] == Holder::kTables)) {

@@ -21,7 +21,7 @@ class InvariantChecker {
   Status check_row(const PageAllocator& a, int32_t row, const SequenceEntry& sequence);
   Status check_line(const PageAllocator& a, int32_t row, int32_t side,
                     const SequenceEntry& sequence);
-  Status check_records(const PageAllocator& a) const;
+  Status check_references(const PageAllocator& a) const;
 
   std::vector<int32_t> tables_;  // per page: how many tables hold it
   enum class Holder : uint8_t { kTables, kRing, kReserve };

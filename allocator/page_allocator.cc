@@ -9,7 +9,7 @@ namespace {
 
 // Where each part of the memory starts.
 struct Placement {
-  size_t slots, tokens, pages, sequences, cursors, state, ring, records, drop_marks, total;
+  size_t slots, tokens, pages, sequences, cursors, state, ring, references, drop_marks, total;
 };
 
 size_t padded(size_t bytes) {
@@ -33,7 +33,7 @@ Placement place(const AllocatorShape& shape) {
   p.cursors = next(sizeof(RingCursors));
   p.state = next(sizeof(OpState));
   p.ring = next(pages * sizeof(int32_t));
-  p.records = next(pages * sizeof(PageRecord));
+  p.references = next(pages * sizeof(int32_t));
   p.drop_marks = next(pages * sizeof(DropMark));
   p.total = at;
   return p;
@@ -52,8 +52,8 @@ AllocatorBytes allocator_bytes(const AllocatorShape& shape) {
   bytes.slots = p.tokens - p.slots;
   bytes.counts = p.sequences - p.tokens;
   bytes.sequences = p.ring - p.sequences;
-  bytes.ring = p.records - p.ring;
-  bytes.records = p.drop_marks - p.records;
+  bytes.ring = p.references - p.ring;
+  bytes.references = p.drop_marks - p.references;
   bytes.drop_marks = p.total - p.drop_marks;
   bytes.total = p.total;
   return bytes;
@@ -80,7 +80,7 @@ Result<PageAllocator> make_page_allocator(const AllocatorShape& shape, void* mem
   a.ring = {reinterpret_cast<int32_t*>(base + p.ring),
             reinterpret_cast<RingCursors*>(base + p.cursors), shape.num_pages};
   a.state = reinterpret_cast<OpState*>(base + p.state);
-  a.records = reinterpret_cast<PageRecord*>(base + p.records);
+  a.references = reinterpret_cast<int32_t*>(base + p.references);
   a.drop_marks = reinterpret_cast<DropMark*>(base + p.drop_marks);
   return a;
 }
@@ -98,7 +98,7 @@ Status initialize_host(const PageAllocator& a) {
   }
   fill_ring(a.ring);
   for (int32_t p = 0; p < a.shape.num_pages; ++p) {
-    a.records[p] = kEmptyPageRecord;
+    a.references[p] = 1;
     a.drop_marks[p] = {0, 0};
   }
   *a.state = {kNoError, 1, 0, 0};

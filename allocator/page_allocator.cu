@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (int64_t i = first; i < a.shape.num_pages; i += step) {
     a.ring.ids[i] = static_cast<int32_t>(i);
-    a.records[i] = kEmptyPageRecord;
+    a.references[i] = 1;
     a.drop_marks[i] = {0, 0};
   }
   if (first != 0) return;

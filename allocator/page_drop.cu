@@ -2,13 +2,11 @@
 // Giving pages back in the canonical order, in three stages, a CTA per group of 32 rows and eight
 // lanes per row:
 //   mark   a dropped page that nobody else holds is free. One that several tables hold remembers
-//   how
-//          many rows drop it and which is the last; its slot says so. Nobody changes a reference
-//          count above one, so that all see whether it is
+//          how many rows drop it and which is the last; its slot says so. Nobody changes a
+//          reference count above one, so that all see whether it is
 //   count  a shared page returns at its last row and if no holder is left; the slots keep the ids
-//   of
-//          those that return. Groups are added up
-//   give   the ids that are left go to the ring, kept pages get their records and rows their new
+//          of those that return. Groups are added up
+//   give   the ids that are left go to the ring, kept pages get their counts and rows their new
 //          counts
 // When no dropped page can be shared, as after a prompt, mark has nothing to do, and when none is,
 // count has not: then all that the plan has counted return.
@@ -93,7 +91,7 @@ __device__ bool mark_run(const PageAllocator& a, int32_t* run, int32_t length, i
     int32_t references[kThreadItems];
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
-      references[q] = pages.id[q] == kNoPage ? 0 : a.records[pages.id[q]].reference_count;
+      references[q] = pages.id[q] == kNoPage ? 0 : a.references[pages.id[q]];
     }
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
@@ -138,8 +136,8 @@ __global__ void __launch_bounds__(kGroupThreads, 8)
 __device__ bool drop_shared(const PageAllocator& a, int32_t page, int32_t i) {
   DropMark& mark = a.drop_marks[page];
   if (mark.last_row != i + 1) return false;
-  const int32_t left = a.records[page].reference_count - mark.count;
-  a.records[page].reference_count = max(left, 1);
+  const int32_t left = a.references[page] - mark.count;
+  a.references[page] = max(left, 1);
   mark = {0, 0};
   return left == 0;
 }

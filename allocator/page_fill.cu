@@ -41,7 +41,6 @@ __device__ void load_plans(const OpLaunch& x, GroupPlans* group) {
 
 // New pages of one side of a row, from `offset` of what the operation takes on: `step` is 1 from
 // the left and -1 from the right.
-template <PageOpKind kKind>
 __device__ void take_run(const OpLaunch& x, int32_t* slot, int32_t step, int32_t length,
                          int32_t offset) {
   for (int32_t first = run_lane(); first < length; first += kRunStep) {
@@ -54,16 +53,13 @@ __device__ void take_run(const OpLaunch& x, int32_t* slot, int32_t step, int32_t
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
       const int32_t i = first + kRunLanes * q;
-      if (i >= length) continue;
-      slot[step * i] = pages[q];
-      if (kKind == PageOpKind::kGrow) write_record(x.a, pages[q]);
+      if (i < length) slot[step * i] = pages[q];
     }
   }
 }
 
 // Eight lanes per row: its pages lie one after the other in the ring, side by side, and in its line
 // each side's from its end on.
-template <PageOpKind kKind>
 __device__ void take_rows(const OpLaunch& x, const GroupPlans& group) {
   const PageTableShape& shape = x.a.shape.table;
   const int32_t base = x.scratch.group_offsets[blockIdx.x];
@@ -76,7 +72,7 @@ __device__ void take_rows(const OpLaunch& x, const GroupPlans& group) {
       const int32_t fresh = plan.fresh.of[s];
       if (fresh == 0) continue;
       int32_t* slot = line + shape.slot_of(s, plan.pages.of[s] - fresh);
-      take_run<kKind>(x, slot, (s & 1) == 0 ? 1 : -1, fresh, offset);
+      take_run(x, slot, (s & 1) == 0 ? 1 : -1, fresh, offset);
       offset += fresh;
     }
   }
@@ -92,11 +88,11 @@ __device__ void fork_item(const OpLaunch& x, const GroupPlans& group, int32_t ro
     if (j >= 0 && j < plan.pages.of[s]) {
       const int32_t slot = x.a.shape.table.slot_of(s, j), page = source[slot];
       const bool is_open = plan.fresh.of[s] != 0 && j == plan.pages.of[s] - 1;
-      line[slot] = is_open ? take_at(x, offset) : page;
+      line[slot] = is_open ? id_at(x, offset) : page;
       if (is_open) {
         copies_of(x.op, group_row(row))[s] = {page, line[slot]};
       } else {
-        atomicAdd(&x.a.records[page].reference_count, 1);
+        atomicAdd(&x.a.references[page], 1);
       }
     }
     j -= plan.pages.of[s];
@@ -124,7 +120,7 @@ __global__ void __launch_bounds__(kGroupThreads, 8)
   if (kKind == PageOpKind::kFork) {
     fork_items(x, group);
   } else {
-    take_rows<kKind>(x, group);
+    take_rows(x, group);
   }
   if (threadIdx.x >= kGroupRows || group.row[lane_id()] < 0) return;
   x.a.tokens[group.row[lane_id()]] = group.plans[lane_id()].tokens;

@@ -61,12 +61,6 @@ Survey survey_rows(const PageAllocator& a, const PageOp& op) {
   return survey;
 }
 
-int32_t take_fresh(const PageAllocator& a) {
-  const int32_t page = take_page(a.ring);
-  a.records[page] = kEmptyPageRecord;
-  return page;
-}
-
 void fork_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, const RowPlan& plan) {
   const int32_t source_row = op.sources[r.entry] * a.shape.table.rows_per_sequence + r.within;
   const int32_t* source = a.slots + line_start(a, source_row);
@@ -76,13 +70,13 @@ void fork_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, const
     for (int32_t i = 0; i < shared; ++i) {
       const int32_t slot = a.shape.table.slot_of(s, i);
       line[slot] = source[slot];
-      a.records[line[slot]].reference_count += 1;
+      a.references[line[slot]] += 1;
     }
     PageCopy& copy = op.copies[int64_t{r.batch_row} * kMaxSides + s];
     copy = {kNoPage, kNoPage};
     if (plan.fresh.of[s] == 0) continue;
     const int32_t slot = a.shape.table.slot_of(s, shared);
-    line[slot] = take_fresh(a);
+    line[slot] = take_page(a.ring);
     copy = {source[slot], line[slot]};
   }
   a.tokens[r.row] = plan.tokens;
@@ -97,7 +91,7 @@ void exchange_row(const PageAllocator& a, const PageOp& op, const BatchRow& r,
     copy = {kNoPage, kNoPage};
     if (plan.fresh.of[s] == 0) continue;
     copy.source = page_at(a, r.row, s, plan.pages.of[s] - 1);
-    copy.target = take_fresh(a);
+    copy.target = take_page(a.ring);
   }
 }
 
@@ -117,7 +111,7 @@ void take_rows(const PageAllocator& a, const PageOp& op) {
     } else if (op.kind == PageOpKind::kTruncate) {
       exchange_row(a, op, r, plan);
     } else if (!drops_pages(op.kind)) {
-      grow_row(a, op, r, plan, [&] { return take_page(a.ring); });
+      grow_row(a, r, plan, [&] { return take_page(a.ring); });
     }
   }
 }
@@ -131,7 +125,7 @@ int32_t drop_pages(const PageAllocator& a, const PageOp& op, const BatchRow& r) 
     const int32_t page = line[dropped.slot];
     line[dropped.slot] = kNoPage;
     if (dropped.is_recorded && is_frozen(a, page)) {
-      a.records[page].reference_count -= 1;
+      a.references[page] -= 1;
       continue;
     }
     give_page(a.ring, page);

@@ -193,24 +193,10 @@ struct GroupItems {
   }
 };
 
-// An empty record in one access; PageRecord's own alignment would make it four.
-__device__ inline void write_record(const PageAllocator& a, int32_t page) {
-  static_assert(sizeof(PageRecord) == sizeof(int4) && kAllocatorAlignment % sizeof(int4) == 0);
-  const PageRecord record = kEmptyPageRecord;
-  *reinterpret_cast<int4*>(a.records + page) =
-      make_int4(record.reference_count, __float_as_int(record.min_score), record.min_slot,
-                record.min_position);
-}
-
 // Page `offset` of those that the operation takes.
 __device__ inline int32_t id_at(const OpLaunch& x, int32_t offset) {
   const FreeRing& ring = x.a.ring;
   return ring.ids[ring_advance(x.scratch.decision->take_index, offset, ring.num_pages)];
-}
-__device__ inline int32_t take_at(const OpLaunch& x, int32_t offset) {
-  const int32_t page = id_at(x, offset);
-  write_record(x.a, page);
-  return page;
 }
 
 __device__ inline PageCopy* copies_of(const PageOp& op, int32_t batch_row) {

@@ -12,7 +12,7 @@ __device__ void append_row(const OpLaunch& x, const BatchRow& r, const RowPlan& 
   for (int32_t s = 0; s < kMaxSides; ++s) {
     if (plan.fresh.of[s] == 0) continue;
     const int32_t slot = a.shape.table.slot_of(s, plan.pages.of[s] - 1);
-    a.slots[line_start(a, r.row) + slot] = take_at(x, offset++);
+    a.slots[line_start(a, r.row) + slot] = id_at(x, offset++);
   }
   a.tokens[r.row] = plan.tokens;
   if (plan.fresh_total > 0) a.pages[r.row] = plan.pages;
@@ -25,7 +25,7 @@ __device__ void exchange_row(const OpLaunch& x, const BatchRow& r, const RowPlan
   for (int32_t s = 0; s < kMaxSides; ++s) {
     if (plan.fresh.of[s] == 0) continue;
     const int32_t source = page_at(x.a, r.row, s, plan.pages.of[s] - 1);
-    copies_of(x.op, r.batch_row)[s] = {source, take_at(x, offset++)};
+    copies_of(x.op, r.batch_row)[s] = {source, id_at(x, offset++)};
   }
 }
 

@@ -86,8 +86,7 @@ Status read_table(const tkv_page_table* in, PageTableView* out) {
 Status read_pool(const tkv_page_pool* in, PageView* out) {
   tkv_page_pool p;
   if (Status s = read_struct(in, "pool", &p); !s) return s;
-  *out = {static_cast<uint8_t*>(p.pages), static_cast<PageRecord*>(p.records), p.page_bytes,
-          p.num_pages};
+  *out = {static_cast<uint8_t*>(p.pages), p.page_bytes, p.num_pages};
   return Status::ok();
 }
 

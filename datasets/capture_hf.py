@@ -392,7 +392,10 @@ def read_prompts(paths: "list[pathlib.Path]", tokenizer: str, limit: Optional[in
         for name, kind, tokens in found:
             if not 1 <= len(os.fsencode(name)) <= 100 or name == "." or any(c == "/" or c < " " or c == "\x7f" for c in name):
                 raise CaptureError(f"{path}: {name[:100]!r} cannot name a sequence: 1 to 100 bytes, not '.', no '/' or control characters")
-            prompts.append(Prompt(name, kind, np.asarray(tokens, np.int32)[:limit]))
+            tokens = np.asarray(tokens)[:limit]
+            if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**31:
+                raise CaptureError(f"{path}: {name}: a token's number is not in 0 to 2^31 - 1")
+            prompts.append(Prompt(name, kind, tokens.astype(np.int32)))
     names = [p.id for p in prompts]
     if len(set(names)) != len(names):
         raise CaptureError(f"two prompts have one name: {', '.join(names)}")

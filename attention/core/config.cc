@@ -18,10 +18,10 @@ constexpr int32_t kMaxGroup = 16;
 Status validate_heads(const AttentionConfig& c) {
   if (c.num_layers < 1 || c.num_layers > kMaxLayers) return invalid("num_layers must be 1 to 4096");
   if (c.num_kv_heads < 1 || c.num_kv_heads > kMaxHeads) {
-    return invalid("num_kv_heads must be 1 to 65536");
+    return invalid("num_kv_heads must be 1 to 65535");
   }
   if (c.num_q_heads < 1 || c.num_q_heads > kMaxHeads || c.num_q_heads % c.num_kv_heads != 0) {
-    return invalid("num_q_heads must be a multiple of num_kv_heads, at most 65536");
+    return invalid("num_q_heads must be a multiple of num_kv_heads, at most 65535");
   }
   if (c.group_size() > kMaxGroup) {
     return unsupported("group of " + std::to_string(c.group_size()) +

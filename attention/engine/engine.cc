@@ -15,6 +15,10 @@ constexpr int32_t kMaxBlockTokens = 1024;
 Result<PageShape> shape_of(const EngineConfig& c) {
   Result<PageShape> shape = page_shape(c.format, c.head_dim);
   if (!shape) return shape;
+  if (shape->k_groups > 1 || shape->v_groups > 1 || c.format.k.basis != BasisKind::kNone ||
+      c.format.v.basis != BasisKind::kNone) {
+    return unsupported("format: blocks have one group and no basis");
+  }
   shape->tokens = c.block_tokens;
   shape->records = false;
   return shape;
@@ -46,7 +50,7 @@ Status validate_batch_sizes(const EngineConfig& c) {
     return invalid("max_blocks must be 1 to 65536");
   }
   if (int64_t{c.max_sequences} * c.max_queries * c.num_q_heads > INT32_MAX / 256 ||
-      int64_t{c.max_sequences} * c.num_kv_heads * (c.max_blocks + 3) > INT32_MAX) {
+      int64_t{c.max_sequences} * c.num_kv_heads > INT32_MAX / (c.max_blocks + 3)) {
     return invalid("max_sequences has too many rows with this max_blocks");
   }
   return Status::ok();
@@ -55,8 +59,8 @@ Status validate_batch_sizes(const EngineConfig& c) {
 }  // namespace
 
 Status EngineConfig::validate() const {
-  if (Status s = page_shape(format, head_dim).status(); !s) return s;
   const Result<PageShape> shape = shape_of(*this);
+  if (!shape) return shape.status();
   if (page_tile_bytes(*shape) > kMaxPageBytes / std::max(1, block_tokens / kTileTokens)) {
     return invalid("block_tokens makes a page above 1 MiB");
   }
@@ -194,7 +198,7 @@ PageTableShape table_shape(const EngineConfig& config, const EngineBatch& batch)
 PageView page_view(const EngineConfig& config, const EngineLayer& layer) {
   const int64_t pages =
       (layer.block_stride == 0 ? config.block_bytes() : layer.block_stride) / config.page_bytes();
-  return {static_cast<uint8_t*>(layer.blocks), nullptr, config.page_bytes(),
+  return {static_cast<uint8_t*>(layer.blocks), config.page_bytes(),
           static_cast<int32_t>((layer.num_blocks - 1) * pages + config.num_kv_heads)};
 }
 

@@ -176,7 +176,7 @@ inline Cache::Cache(const CacheShape& shape, uint8_t* pool, int64_t pool_bytes, 
   fill.num_pages = num_pages;
   fill_pages<<<num_pages, 256, 0, stream>>>(fill);
   check(cudaStreamSynchronize(stream), "fill_pages");
-  pages_ = {pool, upload(std::vector<PageRecord>(num_pages)), config.page_bytes, num_pages};
+  pages_ = {pool, config.page_bytes, num_pages};
 }
 
 }  // namespace tierkv::bench

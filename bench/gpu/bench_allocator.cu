@@ -375,8 +375,8 @@ void write_json(const char* path, const char* commit, uint32_t seed) {
       f,
       "\"table_bytes\":%zu,\"count_bytes\":%zu,\"sequence_bytes\":%zu,"
       "\"bytes_per_page\":{\"ring\":%zu,\"record\":%zu,\"drop_mark\":%zu},\n\"results\":[\n",
-      b.slots, b.counts, b.sequences, (more.ring - b.ring) / 64, (more.records - b.records) / 64,
-      (more.drop_marks - b.drop_marks) / 64);
+      b.slots, b.counts, b.sequences, (more.ring - b.ring) / 64,
+      (more.references - b.references) / 64, (more.drop_marks - b.drop_marks) / 64);
   for (size_t i = 0; i < results.size(); ++i) {
     const Result& r = results[i];
     std::fprintf(

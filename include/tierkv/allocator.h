@@ -92,12 +92,11 @@ inline constexpr int64_t kNoError = INT64_MAX;
 struct PageAllocator {
   AllocatorShape shape;
   FreeRing ring;
-  int32_t* slots = nullptr;        // [num_rows][row_stride]
-  SideCounts* tokens = nullptr;    // [num_rows]
-  SideCounts* pages = nullptr;     // [num_rows]
-  PageRecord* records = nullptr;   // [num_pages]; the allocator owns reference_count, and empties a
-                                   // page's record when it is taken, but for reserved ones
-  DropMark* drop_marks = nullptr;  // [num_pages], between operations 0
+  int32_t* slots = nullptr;            // [num_rows][row_stride]
+  SideCounts* tokens = nullptr;        // [num_rows]
+  SideCounts* pages = nullptr;         // [num_rows]
+  int32_t* references = nullptr;       // [num_pages] tables that hold the page; 1 where none does
+  DropMark* drop_marks = nullptr;      // [num_pages], between operations 0
   SequenceEntry* sequences = nullptr;  // [num_sequences]
   OpState* state = nullptr;
 
@@ -110,7 +109,7 @@ struct AllocatorBytes {
   size_t counts = 0;     // tokens and pages per row
   size_t sequences = 0;  // and cursors
   size_t ring = 0;
-  size_t records = 0;
+  size_t references = 0;
   size_t drop_marks = 0;
   size_t total = 0;
 };
@@ -183,8 +182,7 @@ struct TKV_API PageOp {
   static PageOp open(SequenceBatch batch, OpReport* report);
 
   // Prompt phase, first half: `pages` [count] more pages for each side of every row of the
-  // sequence, enough for the worst case (worst_case_pages() on the left side of each table). Their
-  // records are left as they are: whoever keeps tokens there writes their minima.
+  // sequence, enough for the worst case (worst_case_pages() on the left side of each table).
   static PageOp reserve(SequenceBatch batch, const SideCounts* pages, OpReport* report);
   // Prompt phase, second half: `tokens` [batch rows] are what each side now holds. The first left
   // pages stay, as many of the last as the right side needs move over, and the surplus between them
@@ -234,7 +232,7 @@ TKV_API Status run_page_op_device(const PageAllocator& a, const PageOp& op,
 
 // A page that more than one table holds is frozen: nobody may write to it.
 TKV_HD bool is_frozen(const PageAllocator& a, int32_t page) {
-  return a.records[page].reference_count > 1;
+  return a.references[page] > 1;
 }
 
 }  // namespace tierkv

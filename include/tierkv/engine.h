@@ -83,9 +83,13 @@ struct EngineStrides {
 
 // What an error array of int32_t [4] counts, in its order; calls add to it.
 enum class EngineError : int32_t {
-  kStraySlots,        // tokens whose slot lies outside the blocks; nothing is written
-  kNonFiniteTokens,   // (token, kv_head) pairs with NaN or infinity; their slots are cleared
-  kOutOfRangeTokens,  // (token, kv_head) pairs that the format cannot hold; likewise
+  kStraySlots,  // tokens whose slot lies outside the blocks; nothing is written
+  // (token, kv_head) pairs with NaN or infinity, in the input or after rotation; their slots are
+  // cleared.
+  kNonFiniteTokens,
+  // Pairs of which the format cannot hold the key or the value, the other one finite or not;
+  // likewise.
+  kOutOfRangeTokens,
   // What lies outside the block table or the blocks is left out: (sequence, kv_head) pairs of
   // attention, (token, kv_head) pairs of decoding.
   kStrayBlocks,

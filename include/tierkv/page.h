@@ -29,26 +29,11 @@ inline constexpr int32_t kNoSlot = -1;
 inline constexpr int32_t kNoPosition = -1;
 inline constexpr float kNoScore = -std::numeric_limits<float>::infinity();  // of an unused slot
 
-// One entry of the page side table, indexed by page id, in the memory of the pool. With it pages
-// are shared and freed without writing to them. The allocator owns reference_count; the holder of a
-// page may keep the page's least score in the other fields.
-struct PageRecord {
-  int32_t reference_count;  // tables that hold the page; 1 where none does; above 1: frozen
-  float min_score;          // least score of a token of the page; +infinity where there is none
-  int32_t min_slot;         // its slot; kNoSlot where there is none
-  int32_t min_position;     // its position: equal scores are ordered by it, lowest first
-};
-static_assert(sizeof(PageRecord) == 16, "one 16-byte access per record");
-
-inline constexpr PageRecord kEmptyPageRecord = {1, std::numeric_limits<float>::infinity(), kNoSlot,
-                                                kNoPosition};
-
 // The pool as kernels and host code see it. All of it lies in one memory (host or device) and is
 // owned by the caller.
 struct TKV_API PageView {
-  uint8_t* base = nullptr;        // num_pages x page_bytes, aligned to kPageAlignment
-  PageRecord* records = nullptr;  // num_pages; null where pages have no records
-  int64_t page_bytes = 0;         // multiple of kPageAlignment, at most kMaxPageBytes
+  uint8_t* base = nullptr;  // num_pages x page_bytes, aligned to kPageAlignment
+  int64_t page_bytes = 0;   // multiple of kPageAlignment, at most kMaxPageBytes
   int32_t num_pages = 0;
 
   // kInvalidArgument naming the field: null or misaligned base, sizes out of range.

@@ -77,8 +77,7 @@ typedef struct tkv_page_table {
 /* The pages themselves, device memory. */
 typedef struct tkv_page_pool {
   size_t struct_size;
-  void* pages;   /* [num_pages, page_bytes], aligned to 128 bytes */
-  void* records; /* [num_pages, 16 bytes], the side table of page.h */
+  void* pages; /* [num_pages, page_bytes], aligned to 128 bytes */
   int64_t page_bytes;
   int32_t num_pages;
 } tkv_page_pool;

@@ -33,7 +33,7 @@ def in_type(x: Tensor) -> Tensor:
         return x
     half = x.half()
     if bool((half.isinf() & x.isfinite()).any()):
-        raise OutOfRangeError("TierCache: a key or value beyond fp16")
+        raise OutOfRangeError("TierCache: a query, key or value beyond fp16")
     return half
 
 

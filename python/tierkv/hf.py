@@ -16,6 +16,7 @@ A model on a GPU is served on one GPU and stream, those of the first token since
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib
 import operator
 import warnings
@@ -31,7 +32,7 @@ from ._hf_step import Step, dense, in_dtype_of, store_tokens
 from .errors import ArgumentTypeError, InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
 from .kv_store import ChannelFormat, CodedFormat, KvStore, StoreConfig, TiersFormat, preset
 from .profile import Profile, read_profile
-from .prompt import significance
+from .prompt import MAX_QUERY_STRIDE, significance
 
 # Types are checked where neither is installed.
 torch: Any = importlib.import_module("torch")
@@ -74,8 +75,10 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         for name, most in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
             if lib.integer(most, name) < 1:
                 raise InvalidArgumentError(f"{name}: {most} is not positive")
-        if lib.integer(significance_stride, "significance_stride") < 0:
-            raise InvalidArgumentError(f"significance_stride: {significance_stride} is negative")
+        if not 0 <= lib.integer(significance_stride, "significance_stride") <= MAX_QUERY_STRIDE:
+            raise InvalidArgumentError(f"significance_stride: {significance_stride} is not 0 to {MAX_QUERY_STRIDE}")
+        if lib.integer(memory_bytes, "memory_bytes", ctypes.c_int64) < 0:
+            raise InvalidArgumentError(f"memory_bytes: {memory_bytes} is negative")
         self._profile = profile if profile is None or isinstance(profile, Profile) else read_profile(profile)
         self._max_tokens, self._max_sequences, self._memory_bytes = max_tokens, max_sequences, memory_bytes
         self._stride = significance_stride
@@ -86,6 +89,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._ids: List[int] = []
         self._batch = Batch()  # of whole passes
         self._pass: Optional[_Pass] = None  # that has begun and not ended
+        self._cropping: Optional[int] = None  # the length that a crop() which failed leaves to be made
         self._waits = False  # update() has got tokens that the attention function has not seen
         self._steps = 0  # since the last look for failures
         self._failure: Optional[TierkvError] = None  # that kernels found; every pass is refused because of it
@@ -104,7 +108,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the store that the sequences keep from others."""
+        """Bytes of the store that the sequences keep from others; what they share counts for each."""
         return sum(self.store.bytes_held(id) for id in self._ids)
 
     @property
@@ -135,6 +139,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def _forget(self) -> None:
         self._ids, self._batch, self._pass, self._waits, self._failure = [], Batch(), None, False, None
+        self._cropping = None
 
     # ---- What transformers asks ----
 
@@ -209,20 +214,25 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """A negative number removes so many positions, padding included; a positive one keeps so many, all where there are fewer. OutOfPagesError,
-        where sequences share pages: some may then be cropped and others not; the call can be repeated."""
+        where sequences share pages: some are then cropped and others not, and passes are refused until the call is repeated, with rows given up
+        before it if need be."""
         self._drop_pass()
         tokens_to_remove = operator.index(tokens_to_remove)
         length = min(tokens_to_remove, self._batch.length) if tokens_to_remove > 0 else max(0, self._batch.length + tokens_to_remove)
+        self._cropping = length
         for id, tokens in zip(self._ids, self._batch.tokens(length)):
             if self.store.num_tokens(id) > tokens:
                 self.store.truncate(id, tokens)
         self._batch.crop(length)
+        self._cropping = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
         chosen = torch.as_tensor(indices)
+        if chosen.dtype == torch.bool and chosen.numel() != len(self._ids):
+            raise InvalidArgumentError(f"TierCache: a mask of {chosen.numel()} rows for {len(self._ids)}")
         self._select((chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -230,7 +240,9 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def _select(self, chosen: List[int]) -> None:
         self._drop_pass()
-        if self._ids or chosen:
+        if self._ids and not chosen:
+            raise InvalidArgumentError("TierCache: no row is chosen; reset() empties the cache")
+        if chosen:
             self._choose(chosen)
 
     def _choose(self, chosen: List[int]) -> None:
@@ -267,7 +279,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scaling: float) -> Tensor:
         """q [batch, heads, tokens, head_dim], k and v likewise; the output is [batch, tokens, heads, head_dim]."""
-        if torch.is_grad_enabled() and q.requires_grad:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise UnsupportedError("TierCache: gradients; use torch.no_grad() or torch.inference_mode()")
         layer = module.layer_idx
         if layer == 0:
@@ -297,6 +309,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def _begin(self, module: Any, q: Tensor, k: Tensor, mask: Optional[Tensor], scaling: float) -> None:
         self._drop_pass()
+        if self._cropping is not None:
+            raise InvalidArgumentError(f"TierCache: a crop to {self._cropping} positions has failed; repeat it or call reset()")
         if module.config is not self._model or not self._ids:
             self._fit(module.config, q, k, scaling)
         if q.device != self._device:
@@ -408,6 +422,8 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
             raise UnsupportedError(f"{type(module).__name__}: attention with {extra}")
     if kwargs.get("output_attentions"):
         raise UnsupportedError(f"{type(module).__name__}: output_attentions: nothing here makes attention weights")
+    if dropout:
+        raise UnsupportedError(f"{type(module).__name__}: dropout of attention; use eval()")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if isinstance(attention_mask, _OtherMask):
         raise UnsupportedError(f"{type(module).__name__}: a mask that is more than causal and padding, or a static cache")

@@ -12,6 +12,7 @@ a store never keeps more than it needs.
 from __future__ import annotations
 
 import importlib
+import operator
 import re
 from typing import Any, Dict, Tuple
 
@@ -52,8 +53,16 @@ def create(settings: Dict[str, Any]) -> Any:
     widths = re.fullmatch(r"[kK]([842])[vV]([842])", name)
     if widths is None:
         raise InvalidArgumentError(f"serde tierkv: format {name!r} is not one of k8v8, k8v4, k4v4, k4v2, k2v2, ...")
-    format = ChunkFormat(int(widths[1]), int(widths[2]), int(settings.get("head_dim", 128)))
-    return serde.AsyncSerdeProcessor(Serializer(format), Deserializer(), max_workers=int(settings.get("max_workers", 1)))
+    format = ChunkFormat(int(widths[1]), int(widths[2]), _whole(settings, "head_dim", 128))
+    return serde.AsyncSerdeProcessor(Serializer(format), Deserializer(), max_workers=_whole(settings, "max_workers", 1))
+
+
+def _whole(settings: Dict[str, Any], name: str, default: int) -> int:
+    value = settings.get(name, default)
+    try:
+        return int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"serde tierkv: {name} {value!r} is not an integer") from None
 
 
 def _shape(layout: Any) -> Tuple[int, ...]:

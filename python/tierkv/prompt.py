@@ -27,6 +27,7 @@ from ._arrays import DTYPES, ArrayLike, integers, like, pointer, shaped, to_nump
 from .errors import ArgumentTypeError, InvalidArgumentError
 
 Starts = Union[None, Sequence[int], Any]
+MAX_QUERY_STRIDE = 4096
 
 
 def significance(q: ArrayLike, k: ArrayLike, *, lse: Any = None, starts: Starts = None, max_tokens: Optional[int] = None, stride: int = 16,
@@ -62,8 +63,8 @@ class _Call:
     """The struct of a call, and what it points to."""
 
     def __init__(self, q: Any, k: Any, starts: Starts, max_tokens: Optional[int], stride: int, sm_scale: Optional[float]) -> None:
-        if not 1 <= lib.integer(stride, "stride") <= 4096:
-            raise InvalidArgumentError(f"stride: {stride} is not in 1 to 4096")
+        if not 1 <= lib.integer(stride, "stride") <= MAX_QUERY_STRIDE:
+            raise InvalidArgumentError(f"stride: {stride} is not in 1 to {MAX_QUERY_STRIDE}")
         if sm_scale is not None and not 0 < sm_scale < float("inf"):
             raise InvalidArgumentError(f"sm_scale: {sm_scale} is not positive and finite")
         self.on_device = _device.is_on_device(q)

@@ -71,8 +71,8 @@ TEST_F(InvariantsTest, EveryLawCanFail) {
   expect_broken("slots hold page ids", [](A a) { a.pages[0].of[0] = 3; });
   expect_broken("beyond the counts", [](A a) { a.slots[3] = 5; });
   expect_broken("only full pages", [](A a) { a.tokens[0].of[1] = 3; });
-  expect_broken("reference count", [](A a) { a.records[0].reference_count = 0; });
-  expect_broken("reference count", [](A a) { a.records[9].reference_count = 2; });
+  expect_broken("reference count", [](A a) { a.references[0] = 0; });
+  expect_broken("reference count", [](A a) { a.references[9] = 2; });
   expect_broken("forked", [](A a) { a.sequences[0].shares = a.sequences[1].shares = 0; });
   expect_broken("left over", [](A a) { a.drop_marks[3].count = 1; });
   expect_broken("left over", [](A a) { a.state->arrived = 1; });

@@ -291,7 +291,7 @@ std::string Model::difference(const PageAllocator& a) const {
   if (free_ids(a) != std::vector<int32_t>(free_.begin(), free_.end())) return "free ring";
   for (size_t p = 0; p < references_.size(); ++p) {
     const bool is_reserved = reserved_.count(static_cast<int32_t>(p)) > 0;
-    if (a.records[p].reference_count != (is_reserved ? 1 : std::max(references_[p], 1))) {
+    if (a.references[p] != (is_reserved ? 1 : std::max(references_[p], 1))) {
       return "reference count of page " + std::to_string(p);
     }
   }

@@ -48,7 +48,7 @@ class PageOpTest : public ::testing::Test {
     copies_.assign(ids.size() * state_->shape.table.rows_per_sequence * kMaxSides, {-77, -77});
     return run(PageOp::fork(batch(ids), sources.data(), copies_.data(), &report_));
   }
-  int32_t references(int32_t page) const { return state_->records[page].reference_count; }
+  int32_t references(int32_t page) const { return state_->references[page]; }
 
   HostState state_;
   OpReport report_{};

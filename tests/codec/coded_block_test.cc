@@ -220,6 +220,31 @@ TEST_F(CodedBlockTest, ExceptionsBeyondSixteenBitsMakeTheBlockRaw) {
   EXPECT_EQ(load_header(expect_round_trip(codes, 128, c).data()).mode, BlockMode::kRaw16);
 }
 
+// A code whose symbol has no word is replaced by one that has; with its own low nibble that may lie
+// beyond 16 bits, where decoders wrap.
+TEST_F(CodedBlockTest, SplitCodesAtTheEndOf16BitsComeBack) {
+  int32_t raw = 0, coded = 0;
+  for (int trial = 0; trial < 400; ++trial) {
+    const int32_t levels = 17 + source_.below(240), base = INT16_MAX + 1 - levels;
+    std::vector<int16_t> seen(64 * 128, INT16_MAX);
+    for (int32_t i = 0; i < 40; ++i) {
+      seen[source_.below(64 * 128)] = static_cast<int16_t>(base + source_.below(levels));
+    }
+    seen[0] = static_cast<int16_t>(base);
+    CodebookSpec spec;
+    spec.mode = BlockMode::kSplit;
+    const Codebook c = build(static_cast<Component>(trial % 2), 128, seen, spec);
+    std::vector<int16_t> codes(32 * 64, INT16_MAX);
+    for (int32_t i = source_.below(60); i > 0; --i) {
+      codes[source_.below(32 * 64)] = static_cast<int16_t>(base + source_.below(levels));
+    }
+    const auto bytes = expect_round_trip(codes, 64, c);
+    ++(is_raw_mode(load_header(bytes.data()).mode) ? raw : coded);
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(coded, 0) << "seed " << seed_;
+}
+
 // Short code words on average, with runs of the longest between them: more bits in a few symbols
 // than one 64-bit load has.
 TEST_F(CodedBlockTest, RunsOfLongCodeWordsDecode) {

@@ -42,7 +42,6 @@ class CapiAttend : public ::testing::TestWithParam<int32_t> {
         pool_(std::vector<uint8_t>(
             world_.pages().base,
             world_.pages().base + int64_t{world_.num_pages} * world_.config.page_bytes)),
-        records_(world_.records),
         tokens_(world_.tokens),
         q_(world_.q),
         out_(std::vector<uint16_t>(world_.q.size(), 0x7e00)),
@@ -95,7 +94,6 @@ class CapiAttend : public ::testing::TestWithParam<int32_t> {
     table_.tokens = tokens_.get()->of;
     pages_ = make<tkv_page_pool>();
     pages_.pages = pool_.get();
-    pages_.records = records_.get();
     pages_.page_bytes = world_.config.page_bytes;
     pages_.num_pages = world_.num_pages;
     tail_ = make<tkv_attention_tail>();
@@ -117,7 +115,6 @@ class CapiAttend : public ::testing::TestWithParam<int32_t> {
   World world_;
   DeviceArray<int32_t> slots_;
   DeviceArray<uint8_t> pool_;
-  DeviceArray<PageRecord> records_;
   DeviceArray<SideCounts> tokens_;
   DeviceArray<uint16_t> q_, out_;
   DeviceArray<float> lse_;

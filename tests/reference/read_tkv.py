@@ -46,7 +46,7 @@ class Bytes:
         return np.frombuffer(self.take(dtype.itemsize * n), dtype)
 
     def text(self):
-        return self.take(self("I")).decode()
+        return self.take(self("I")).decode(errors="replace")
 
     def end(self):
         need(self.at == len(self.data), "bytes left over")

@@ -122,7 +122,7 @@ void fill_table_shape(const WorldShape& shape, const AttentionConfig& config,
 PageView World::pages() {
   const auto start = reinterpret_cast<uintptr_t>(pool_bytes.data());
   const auto aligned = (start + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
-  return {pool_bytes.data() + (aligned - start), records.data(), config.page_bytes, num_pages};
+  return {pool_bytes.data() + (aligned - start), config.page_bytes, num_pages};
 }
 
 AttendCall World::call() {
@@ -191,7 +191,6 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
     }
   }
   w.pool_bytes.assign(w.num_pages * config.page_bytes + kPageAlignment, 0xff);
-  w.records.resize(w.num_pages);
   std::vector<int32_t> free_pages(w.num_pages);
   std::iota(free_pages.begin(), free_pages.end(), 0);
   std::shuffle(free_pages.begin(), free_pages.end(), rng);

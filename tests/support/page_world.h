@@ -45,7 +45,6 @@ struct World {
   AttentionConfig config;
   std::vector<uint8_t> head_classes;  // [num_layers, num_kv_heads], of the config
   std::vector<uint8_t> pool_bytes;    // pages start at the first multiple of kPageAlignment
-  std::vector<PageRecord> records;
   std::vector<int32_t> slots;
   std::vector<SideCounts> tokens;
   std::vector<uint16_t> q;  // [sequences, q_len, q_heads, head_dim]

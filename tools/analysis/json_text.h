@@ -12,13 +12,4 @@ inline std::string json_text(const nlohmann::ordered_json& j, int indent) {
   return j.dump(indent, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
-inline bool is_utf8(const std::string& text) {
-  try {
-    nlohmann::json(text).dump();
-    return true;
-  } catch (const nlohmann::json::type_error&) {
-    return false;
-  }
-}
-
 }  // namespace tierkv::analysis

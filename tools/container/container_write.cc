@@ -11,7 +11,6 @@
 #include <optional>
 
 #include "codec/host/parallel.h"
-#include "tools/analysis/json_text.h"
 #include "tools/analysis/stop_watch.h"
 #include "tools/container/container_encode.h"
 #include "tools/container/container_file.h"
@@ -89,17 +88,7 @@ class Compressor {
   CompressSummary summary_;
 };
 
-// Texts of a container are UTF-8.
-Status check_text(const char* name, const std::string& text) {
-  if (is_utf8(text)) return Status::ok();
-  return Status(StatusCode::kInvalidArgument, std::string(name) + ": no valid UTF-8");
-}
-
 Status Compressor::write_head() {
-  for (const auto& [name, text] :
-       {std::pair{"model_id", &info_.model_id}, {"created_by", &info_.created_by}}) {
-    if (Status s = check_text(name, *text); !s) return s;
-  }
   ContainerModel model;
   model.layout = info_.layout;
   model.num_sequences = static_cast<int32_t>(info_.sequences.size());
@@ -113,8 +102,6 @@ Status Compressor::write_head() {
   key.kind = ChunkKind::kSequence;
   for (key.sequence = 0; key.sequence < model.num_sequences; ++key.sequence) {
     const datasets::SequenceInfo& info = info_.sequences[key.sequence];
-    if (Status s = check_text("sequence's id", info.id); !s) return s;
-    if (Status s = check_text("sequence's kind", info.kind); !s) return s;
     ContainerSequence sequence{info.id, info.kind, {}};
     if (Status s = reader_.read_tokens(key.sequence, &sequence.tokens); !s) return s;
     if (Status s = writer_.add(key, serialize_sequence(sequence)); !s) return s;

@@ -160,7 +160,7 @@ void CpuManager::apply(const PageAllocator& a, const PageOp& op, int32_t thread)
     if (drops) {
       give_row(a, op, r, &part);
     } else {
-      grow_row(a, op, r, plan_row(a, op, r), [&part] { return part.next(); });
+      grow_row(a, r, plan_row(a, op, r), [&part] { return part.next(); });
     }
   }
 }

@@ -199,8 +199,10 @@ class SymbolPlanner {
       if (book.mode == BlockMode::kSplit) {
         delta = above - 16 * digit - (digits[i] == kOutside ? 0 : above & 15);
       }
-      plan_->possible =
-          plan_->exception_count < kMaxExceptions && delta >= INT16_MIN && delta <= INT16_MAX;
+      // Decoders add low nibbles modulo 2^16: what the delta is added to must not wrap.
+      const int32_t decoded = book.base + above - delta;
+      plan_->possible = plan_->exception_count < kMaxExceptions && decoded <= INT16_MAX &&
+                        delta >= INT16_MIN && delta <= INT16_MAX;
       if (!plan_->possible) return;
       plan_->exceptions[plan_->exception_count++] =
           static_cast<uint32_t>(at[i]) | static_cast<uint32_t>(delta) << 16;

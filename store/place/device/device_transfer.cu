@@ -23,18 +23,18 @@ Status DevicePlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const
   const PageAllocator& a = view_.pages.allocator;
   RingCursors cursors = {};
   int64_t least_free = 0;
-  std::vector<PageRecord> records(static_cast<size_t>(a.shape.num_pages));
+  std::vector<int32_t> references(static_cast<size_t>(a.shape.num_pages));
   if (Status s = copy(&cursors, a.ring.cursors, sizeof(cursors)); !s) return s;
   if (Status s = copy(&least_free, least_free_, sizeof(least_free)); !s) return s;
-  const auto bytes = static_cast<int64_t>(records.size() * sizeof(PageRecord));
-  if (Status s = copy(records.data(), a.records, bytes); !s) return s;
+  const auto bytes = static_cast<int64_t>(references.size() * sizeof(int32_t));
+  if (Status s = copy(references.data(), a.references, bytes); !s) return s;
   if (Status s = wait(); !s) return s;
   usage->pages = a.shape.num_pages;
   usage->pages_free = cursors.end - cursors.start;
   usage->most_pages = a.shape.num_pages - least_free;
   usage->page_bytes = layout_.page_bytes;
   usage->slot_bytes = layout_.slot_bytes;
-  for (const PageRecord& record : records) usage->pages_shared += record.reference_count > 1;
+  for (const int32_t count : references) usage->pages_shared += count > 1;
   // The format in host memory reads the states of the open sequences.
   const auto state = static_cast<size_t>(state_bytes());
   const auto num_layers = static_cast<size_t>(config_.layout.num_layers);

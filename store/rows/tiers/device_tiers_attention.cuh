@@ -117,7 +117,7 @@ class DeviceTiersAttention {
     if (Status s = pack_queries(queries, stream); !s) return s;
     AttendCall attend;
     attend.table = table(part, index);
-    attend.pages = {view_.pages.base, nullptr, view_.pages.page_bytes,
+    attend.pages = {view_.pages.base, view_.pages.page_bytes,
                     view_.pages.allocator.shape.num_pages};
     attend.batch = {call.slots, call.count};
     attend.layer = call.layer;

@@ -53,7 +53,7 @@ class Copy {
     copy(b.slots, a.slots, rows * shape.table.row_stride());
     copy(b.tokens, a.tokens, rows);
     copy(b.pages, a.pages, rows);
-    copy(b.records, a.records, shape.num_pages);
+    copy(b.references, a.references, shape.num_pages);
     copy(b.drop_marks, a.drop_marks, shape.num_pages);
     copy(b.sequences, a.sequences, shape.table.num_sequences);
     copy(b.state, a.state, 1);

@@ -39,7 +39,6 @@ class DeviceWorld {
         sequences_(sequences),
         newest_(world.newest),
         tokens_(world.tokens),
-        records_(world.records),
         sinks_(world.sinks),
         q_(queries_of(world, columns())),
         out_(columns() * world.config.head_dim, 0xff),
@@ -61,7 +60,7 @@ class DeviceWorld {
   AttendCall call() {
     AttendCall call;
     call.table = {host.table_shape, slots_.get(), tokens_.get(), nullptr};
-    call.pages = {pool_.get(), records_.get(), host.config.page_bytes, host.num_pages};
+    call.pages = {pool_.get(), host.config.page_bytes, host.num_pages};
     call.batch = batch();
     call.q = q_.get();
     call.out = out_.get();
@@ -121,7 +120,6 @@ class DeviceWorld {
   DeviceArray<uint8_t> pool_;
   DeviceArray<int32_t> slots_, sequences_, newest_;
   DeviceArray<SideCounts> tokens_;
-  DeviceArray<PageRecord> records_;
   DeviceArray<float> sinks_;
   DeviceArray<uint16_t> q_, out_;
   DeviceArray<float> lse_;

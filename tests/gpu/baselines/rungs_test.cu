@@ -38,7 +38,6 @@ struct DeviceWorld {
                                   world.pages().base + world.num_pages * world.config.page_bytes)),
         slots(world.slots),
         tokens(world.tokens),
-        records(world.records),
         q(world.q),
         out(std::vector<uint16_t>(world.q.size(), 0xffff)),
         lse(std::vector<float>(world.q.size() / world.config.head_dim, NAN)) {}
@@ -46,7 +45,7 @@ struct DeviceWorld {
   AttendCall call() const {
     AttendCall call;
     call.table = {host.table_shape, slots.get(), tokens.get(), nullptr};
-    call.pages = {pool.get(), records.get(), host.config.page_bytes, host.num_pages};
+    call.pages = {pool.get(), host.config.page_bytes, host.num_pages};
     call.batch = {nullptr, host.sequences()};
     call.q = q.get();
     call.out = out.get();
@@ -58,7 +57,6 @@ struct DeviceWorld {
   DeviceArray<uint8_t> pool;
   DeviceArray<int32_t> slots;
   DeviceArray<SideCounts> tokens;
-  DeviceArray<PageRecord> records;
   DeviceArray<uint16_t> q, out;
   DeviceArray<float> lse;
 };
