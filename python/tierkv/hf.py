@@ -219,6 +219,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._drop_pass()
         tokens_to_remove = operator.index(tokens_to_remove)
         length = min(tokens_to_remove, self._batch.length) if tokens_to_remove > 0 else max(0, self._batch.length + tokens_to_remove)
+        length = length if self._cropping is None else min(length, self._cropping)
         self._cropping = length
         for id, tokens in zip(self._ids, self._batch.tokens(length)):
             if self.store.num_tokens(id) > tokens:

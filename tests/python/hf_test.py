@@ -189,6 +189,39 @@ class Generation(unittest.TestCase):
         self.assertEqual(cache.get_seq_length(), 0)
         self.assert_near(self.logits(cache, [first])[0], self.logits(DynamicCache(), [first])[0])
 
+    def test_a_crop_that_fails_is_repeated(self):
+        first, one = self.ids(3, 40), self.ids(3, 1)
+        cache = TierCache(max_tokens=64, max_sequences=3)
+        self.logits(cache, [first])
+        truncate, left = cache.store.truncate, [1]
+
+        def fails_once(id, tokens):
+            if tokens == 30 and not left:
+                raise tierkv.OutOfPagesError("as if")
+            left.clear()
+            truncate(id, tokens)
+
+        with mock.patch.object(cache.store, "truncate", fails_once), self.assertRaises(tierkv.OutOfPagesError):
+            cache.crop(-10)
+        with self.assertRaisesRegex(tierkv.InvalidArgumentError, "crop to 30"):
+            self.logits(cache, [one])
+        cache.batch_select_indices(torch.tensor([True, True, False]))
+        with self.assertRaisesRegex(tierkv.InvalidArgumentError, "crop to 30"):
+            self.logits(copy.deepcopy(cache), [one[:2]])
+        cache.crop(-1)  # no less than before
+        self.assertEqual((cache.get_seq_length(), [cache.store.num_tokens(id) for id in cache._ids]), (30, [30, 30]))
+        self.assert_near(self.logits(cache, [one[:2]]), self.logits(DynamicCache(), [first[:2, :30], one[:2]])[1:])
+
+    def test_rows_that_are_not_there(self):
+        cache = TierCache(max_tokens=64)
+        self.logits(cache, [self.ids(2, 10)])
+        for choose in (lambda: cache.batch_select_indices(torch.tensor([], dtype=torch.long)), lambda: cache.batch_repeat_interleave(0),
+                       lambda: cache.batch_select_indices(torch.tensor([True])), lambda: cache.batch_select_indices(torch.tensor([False, False]))):
+            with self.assertRaises(tierkv.InvalidArgumentError):
+                choose()
+        self.assertEqual(len(cache._ids), 2)
+        self.logits(cache, [self.ids(2, 1)])
+
     def test_what_kernels_report(self):
         """A store in host memory tells such values at once; here it tells them late, as one on a GPU."""
         cache = TierCache(max_tokens=64)
@@ -364,6 +397,8 @@ class Refused(unittest.TestCase):
             TierCache(3)
         with self.assertRaisesRegex(ValueError, "significance_stride"):
             TierCache(significance_stride=-1)
+        self.assertRaisesRegex(ValueError, "significance_stride", TierCache, significance_stride=4097)
+        self.assertRaisesRegex(ValueError, "memory_bytes", TierCache, memory_bytes=-1)
         for most in (0, -5):
             self.assertRaisesRegex(ValueError, "max_sequences", TierCache, max_sequences=most)
         self.assertRaisesRegex(TypeError, "max_tokens", TierCache, max_tokens="x")
@@ -371,6 +406,19 @@ class Refused(unittest.TestCase):
         self.assertEqual((cache.bytes_held, cache.raw_bytes), (0, 0))
         self.run_model(cache, torch.ones(1, 5, dtype=torch.long))
         self.assertRegex(repr(cache), r"k_bits=4.*tokens=\[5\]")
+
+    def test_dropout_and_gradients_are_refused(self):
+        layer = torch.nn.Module()
+        layer.layer_idx = 0
+        q, k, v = (torch.randn(1, 4, 3, 64) for _ in range(3))
+        with self.assertRaisesRegex(tierkv.UnsupportedError, "dropout"):
+            attention(layer, q, k, v, None, dropout=0.5)
+        for trained in range(3):
+            cache = TierCache(max_tokens=64)
+            x = [t.clone().requires_grad_(i == trained) for i, t in enumerate((q, k, v))]
+            cache.update(x[1], x[2], 0)
+            with self.assertRaisesRegex(tierkv.UnsupportedError, "gradients"):
+                attention(layer, *x, None)
 
     def test_attention_weights_are_refused(self):
         for cache in (TierCache(max_tokens=64), DynamicCache()):
