@@ -47,6 +47,7 @@ Status merge_host(const Result<PartsMerge>& parts) {
 Result<PartsMerge> parts_merge(const MergeCall& call) {
   if (call.rows < 0 || call.rows > INT32_MAX) return invalid("rows must be 0 to 2^31 - 1");
   if (Status s = check_outputs(call.head_dim, call.dtype, "merge needs"); !s) return s;
+  if (call.rows == 0) return PartsMerge{call};
   for (const AttentionPart& part : {call.a, call.b}) {
     if (part.out == nullptr || part.lse == nullptr) return invalid("a part is null");
   }
@@ -61,7 +62,9 @@ Result<PartsMerge> parts_merge(const SinkCall& call) {
     return invalid("rows must be 0 to 2^31 - 1 over num_q_heads");
   }
   if (Status s = check_outputs(call.head_dim, call.dtype, "sinks need"); !s) return s;
-  if (call.out == nullptr || call.lse == nullptr) return invalid("out or lse is null");
+  if (call.rows > 0 && (call.out == nullptr || call.lse == nullptr)) {
+    return invalid("out or lse is null");
+  }
   if (call.sinks == nullptr) return invalid("sinks is null");
   if (Status s = check_alignment({call.out}); !s) return s;
   const int64_t rows = call.rows * call.num_q_heads;

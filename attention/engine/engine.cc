@@ -17,7 +17,7 @@ Result<PageShape> shape_of(const EngineConfig& c) {
   if (!shape) return shape;
   if (shape->k_groups > 1 || shape->v_groups > 1 || c.format.k.basis != BasisKind::kNone ||
       c.format.v.basis != BasisKind::kNone) {
-    return unsupported("format: blocks have one group and no basis");
+    return unsupported("format: blocks of an engine have no sub-groups and no basis");
   }
   shape->tokens = c.block_tokens;
   shape->records = false;

@@ -189,7 +189,7 @@ struct MergeCall {
   AttentionPart a, b;
   void* out = nullptr;
   float* lse = nullptr;
-  int64_t rows = 0;
+  int64_t rows = 0;  // 0: nothing is done, and pointers may be null
   int32_t head_dim = 0;
   DType dtype = DType::kFloat16;
 };

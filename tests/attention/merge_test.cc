@@ -133,5 +133,13 @@ TEST(Merge, RefusesBadCalls) {
   EXPECT_EQ(x.out[0], 0xffff);
 }
 
+TEST(Merge, NoRowsNeedNoPointers) {
+  MergeCall call;
+  call.head_dim = 64;
+  EXPECT_TRUE(merge_attention_host(call));
+  call.rows = 1;
+  EXPECT_EQ(merge_attention_host(call).code(), StatusCode::kInvalidArgument);
+}
+
 }  // namespace
 }  // namespace tierkv
