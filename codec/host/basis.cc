@@ -4,7 +4,6 @@
 #include <cmath>
 #include <utility>
 
-#include "codec/format/element.h"
 #include "codec/format/rotation.h"
 #include "tierkv/half.h"
 
@@ -21,7 +20,7 @@ uint64_t splitmix64(uint64_t* state) {
 }
 
 std::vector<float> rounded_to_half(std::vector<float> x) {
-  for (float& v : x) v = half_to_float(float_to_half(saturate_to_half_range(v)));
+  for (float& v : x) v = half_to_float(float_to_half(v));
   return x;
 }
 

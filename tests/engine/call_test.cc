@@ -72,6 +72,20 @@ TEST(OneStoreConfig, RefusesByName) {
   }
 }
 
+// fp16 holds the means of tiers.
+TEST(OneStoreConfig, MeansBeyondFp16AreTheLargest) {
+  std::mt19937 rng(std::random_device{}());
+  StoreConfig config = make_config({});
+  config.format = TiersFormat{};
+  auto profile = std::make_shared<Profile>(*random_profile(config.layout, config.rope, &rng));
+  profile->rows[1].key_mean[3] = 66000;
+  config.profile = profile;
+  OneSequence one(config);
+  const Feed feed(config.layout, 200, &rng);
+  const Status s = feed.give(one.store.engine.get(), one.id, 0, 200);
+  EXPECT_TRUE(s) << s.message();
+}
+
 TEST(OneStoreConfig, CountsTheTokensThatFit) {
   ConfigChoice choice;
   choice.max_tokens = 4000;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string>
 
+#include "codec/format/element.h"
 #include "codec/format/errors.h"
 #include "codec/policy/profile.h"
 #include "store/rows/tiers/tiers_rows.h"
@@ -134,9 +135,10 @@ void TiersRows::prepare_bases(const TiersFormat& format) {
   const int32_t dim = config_.layout.head_dim;
   for (size_t i = 0; i < class_of_head_.size(); ++i) {
     if (format.rotate_keys) {
-      keys_.push_back(config_.profile == nullptr
-                          ? Basis::hadamard(dim)
-                          : Basis::hadamard(dim, config_.profile->rows[i].key_mean));
+      std::vector<float> means;
+      if (config_.profile != nullptr) means = config_.profile->rows[i].key_mean;
+      for (float& x : means) x = saturate_to_half_range(x);
+      keys_.push_back(Basis::hadamard(dim, std::move(means)));
     }
     if (format.rotate_values) values_.push_back(Basis::hadamard(dim));
   }
