@@ -10,7 +10,7 @@ import time
 from cli import SAMPLE, TIERKV, CliTest, main, run
 
 OLDER = b"older"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGXCPU, signal.SIGALRM)
 
 
 class Unwritten(CliTest):

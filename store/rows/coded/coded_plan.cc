@@ -129,20 +129,11 @@ Status CodedRows::fit_layer(int32_t layer, const std::vector<BlockTokens>& token
 
 Result<WeightedRow> CodedRows::fit_row(int32_t layer, int32_t kv_head,
                                        const std::vector<float>& keys) const {
-  const RowStart& row = start(layer, kv_head);
-  WeightedFit fit;
-  fit.k = format_.k;
-  fit.v = format_.v;
-  fit.key_scale = row.key_scale;
-  fit.value_scale = row.value_scale;
-  fit.sm_scale = config_.layout.sm_scale;
-  if (!row.query_energy.empty()) fit.query_energy = row.query_energy.data();
-  if (!row.key_mean.empty()) fit.key_mean = row.key_mean.data();
   WeightedTokens tokens;
   tokens.x = keys.data();
   tokens.tokens = static_cast<int32_t>(keys.size()) / shape_.head_dim;
   tokens.first_position = shape_.first_of(0);
-  return fit_weighted_row(fit, shape_.head_dim, tokens, rope(layer));
+  return fit_weighted_row(fit_of(start(layer, kv_head)), shape_.head_dim, tokens, rope(layer));
 }
 
 void CodedRows::gather(const BodyWork& work, int32_t kv_head, int32_t block, CodedRowState* state,

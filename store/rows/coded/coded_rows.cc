@@ -111,19 +111,24 @@ Status CodedRows::prepare() {
     for (const float x : mean) row.key_mean.push_back(float_to_half(saturate_to_half_range(x)));
     row.key_scale = from.key_scale;
     row.value_scale = from.value_scale;
-    WeightedFit fit;
-    fit.k = format_.k;
-    fit.v = format_.v;
-    fit.key_scale = row.key_scale;
-    fit.value_scale = row.value_scale;
-    fit.sm_scale = config_.layout.sm_scale;
-    if (!row.query_energy.empty()) fit.query_energy = row.query_energy.data();
     const Result<WeightedRow> weighted =
-        fit_weighted_row(fit, shape_.head_dim, WeightedTokens{}, rope(layer));
+        fit_weighted_row(fit_of(row), shape_.head_dim, WeightedTokens{}, rope(layer));
     if (!weighted) return weighted.status().with_context("profile");
     row.key_weight = weighted->key_weight;
   }
   return Status::ok();
+}
+
+WeightedFit CodedRows::fit_of(const RowStart& row) const {
+  WeightedFit fit;
+  fit.k = format_.k;
+  fit.v = format_.v;
+  fit.key_scale = row.key_scale;
+  fit.value_scale = row.value_scale;
+  fit.sm_scale = config_.layout.sm_scale;
+  if (!row.query_energy.empty()) fit.query_energy = row.query_energy.data();
+  if (!row.key_mean.empty()) fit.key_mean = row.key_mean.data();
+  return fit;
 }
 
 const RopeTable* CodedRows::rope(int32_t layer) const {

@@ -120,6 +120,8 @@ class CodedRows final : public RowFormat {
   uint8_t* block_bytes(const CodedBlockRef& ref) const {
     return pages_.base + int64_t{ref.offset} * kUnitBytes;
   }
+  // Points into `row`.
+  WeightedFit fit_of(const RowStart& row) const;
   const RowStart& start(int32_t layer, int32_t kv_head) const {
     return starts_[layer * shape_.num_kv_heads + kv_head];
   }
