@@ -182,7 +182,7 @@ def decode_block(b, books, raw_tiles):
         row, col = lane // 4 + 8 * (r % 2), 2 * (lane % 4) + 8 * (r // 2) + which
         token, dim = (row, col) if component == 0 else (col, row)
         codes[16 * tile + token, 16 * order[f] + dim] = found
-        codes = codes + low
+        codes = (codes + low + 32768) % 65536 - 32768
     for _ in range(exceptions):
         index, delta = b("Hh")
         codes[index // 128, index % 128] += delta
