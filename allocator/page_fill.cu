@@ -110,10 +110,13 @@ __device__ void fork_items(const OpLaunch& x, const GroupPlans& group) {
   }
 }
 
+// The kernel behind it may start at once. It runs when all CTAs of this one do, and they began when
+// all work before the operation had ended.
 template <PageOpKind kKind>
 __global__ void __launch_bounds__(kGroupThreads, 8)
     fill_kernel(const __grid_constant__ OpLaunch x) {
   __shared__ GroupPlans group;
+  let_next_stage_start();
   load_plans<kKind>(x, &group);
   wait_for_stage();
   if (!goes_ahead(x)) return;

@@ -6,8 +6,9 @@
 namespace tierkv {
 namespace {
 
-uint32_t ctas_of(int64_t warps) {
-  return static_cast<uint32_t>((warps + kEngineWarps - 1) / kEngineWarps);
+template <int32_t kDim>
+uint32_t ctas_of(const EngineQueries& q) {
+  return ctas_for(q.vectors(), kEngineWarps * kWarpTokens<kDim>);
 }
 
 AttentionWorkspace attention_part(const AttentionWorkspace& whole, const EngineWorkspace& layout) {
@@ -23,15 +24,19 @@ PageTableView table_view(const EngineConfig& config, const EngineBatch& batch,
 }  // namespace
 
 Status pack_queries(const EngineQueries& q, GpuStream stream) {
-  return launch_after_previous(pack_queries_kernel, ctas_of(q.vectors()), kEngineThreads, 0, stream,
-                               q)
-      .with_context("queries of a batch");
+  return with_head_dim(q.head_dim, [&](auto dim) {
+    return launch_after_previous(pack_queries_kernel<dim>, ctas_of<dim>(q), kEngineThreads, 0,
+                                 stream, q)
+        .with_context("queries of a batch");
+  });
 }
 
 Status unpack_outputs(const EngineQueries& q, GpuStream stream) {
-  return launch_after_previous(unpack_outputs_kernel, ctas_of(q.vectors()), kEngineThreads, 0,
-                               stream, q)
-      .with_context("outputs of a batch");
+  return with_head_dim(q.head_dim, [&](auto dim) {
+    return launch_after_previous(unpack_outputs_kernel<dim>, ctas_of<dim>(q), kEngineThreads, 0,
+                                 stream, q)
+        .with_context("outputs of a batch");
+  });
 }
 
 Result<EngineGrid> engine_grid(const EngineConfig& config) {

@@ -37,8 +37,7 @@ static_assert(sizeof(LogMean) == 16);
 
 // The mean of a single importance, which is > 0.
 TKV_HD LogMean log_mean_of(float importance) {
-  const double log = same_log2(static_cast<double>(importance));
-  const double units = double_div(log, kLogUnit);
+  const double units = double_mul(same_log2(static_cast<double>(importance)), 1 / kLogUnit);
   return {1, 0, static_cast<int64_t>(double_add(units, units < 0 ? -0.5 : 0.5))};
 }
 

@@ -33,6 +33,20 @@ class EmulatedEngine : public RandomTest {
       emulator::cta().run({i % ctas, i / ctas}, kEngineThreads, kernel, {ctas, rows});
     }
   }
+  void pack(const EngineQueries& q) {
+    with_head_dim(q.head_dim,
+                  [&](auto dim) { run(ctas_of<dim>(q), 1, [&] { pack_queries_kernel<dim>(q); }); });
+  }
+  void unpack(const EngineQueries& q) {
+    with_head_dim(q.head_dim, [&](auto dim) {
+      run(ctas_of<dim>(q), 1, [&] { unpack_outputs_kernel<dim>(q); });
+    });
+  }
+  template <int32_t kDim>
+  static int32_t ctas_of(const EngineQueries& q) {
+    constexpr int64_t kVectors = kEngineWarps * kWarpTokens<kDim>;
+    return static_cast<int32_t>((q.vectors() + kVectors - 1) / kVectors);
+  }
   EngineShape random_shape(int32_t head_dim, int32_t group) {
     static const char* const kFormats[] = {"k8v4", "k4v4", "k4v2", "k16v16"};
     EngineShape s;
@@ -114,8 +128,7 @@ TEST_F(EmulatedEngine, ABatchIsAttendedAsOnTheHost) {
       rows.tokens = world.tokens.data();
       run(e.batch().count, shape.blocks.num_kv_heads, [&] { block_rows_kernel(rows); });
       q.packed_q = packed.data();
-      const auto ctas = static_cast<int32_t>((q.vectors() + kEngineWarps - 1) / kEngineWarps);
-      run(ctas, 1, [&] { pack_queries_kernel(q); });
+      pack(q);
       world.q = packed;
       std::mt19937_64 rng(rng_());
       // The pool of a World begins at its first multiple of 128 bytes.
@@ -128,7 +141,7 @@ TEST_F(EmulatedEngine, ABatchIsAttendedAsOnTheHost) {
         q.packed_out = shared.out;
         q.packed_lse = shared.lse;
         q.shared = shared;
-        run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+        unpack(q);
       });
 
       const bool is_bfloat16 = shape.blocks.dtype == DType::kBFloat16;
@@ -175,8 +188,7 @@ TEST_F(EmulatedEngine, OutputsAreJoinedWithWhatIsThere) {
     q.packed_dtype = DType::kFloat16;
     q.packed_out = packed.data();
     q.packed_lse = lse.data();
-    const auto ctas = static_cast<int32_t>((q.vectors() + kEngineWarps - 1) / kEngineWarps);
-    run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+    unpack(q);
     const std::vector<uint16_t> body = e.out;
     const std::vector<float> body_lse = e.lse;
 
@@ -206,12 +218,12 @@ TEST_F(EmulatedEngine, OutputsAreJoinedWithWhatIsThere) {
         std::fill_n(packed.begin() + i * head_dim, head_dim, uint16_t{0x7fff});
     });
     const std::vector<uint16_t> before = e.out;
-    run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+    unpack(q);
     // The same outputs where nobody wants log-sum-exps.
     const std::vector<uint16_t> joined = e.out;
     e.out = before;
     std::swap(q.lse, no_lse);
-    run(ctas, 1, [&] { unpack_outputs_kernel(q); });
+    unpack(q);
     EXPECT_EQ(e.out, joined);
     const double rounding = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;  // of either result
     for_each_vector([&](int64_t i, int32_t head, int64_t out, int64_t at) {
@@ -246,7 +258,7 @@ TEST_F(EmulatedEngine, StrayRowsAreCounted) {
   q.packed_out = packed.data();
   q.packed_lse = lse.data();
   q.row_status = status.data();
-  run(static_cast<int32_t>((q.vectors() + 3) / 4), 1, [&] { unpack_outputs_kernel(q); });
+  unpack(q);
   EXPECT_EQ(e.w.errors, (std::vector<int32_t>{0, 0, 0, 2}));
 }
 

@@ -45,10 +45,14 @@ class EmulatedSlots : public RandomTest {
   void encode(const SlotEncode& e, bool by_tiles) {
     const auto windows = static_cast<int32_t>((e.count + kWindowTokens - 1) / kWindowTokens);
     const auto pairs = static_cast<int32_t>(e.count * e.cache.num_kv_heads);
-    if (!by_tiles) return run((pairs + 3) / 4, 1, [&] { encode_slots_kernel(e); });
-    ASSERT_TRUE(has_aligned_rows(e));
     with_head_dim(e.cache.layout.head_dim(), [&]<int32_t kDim>() {
-      run(windows * e.cache.num_kv_heads, 1, [&] { encode_tiles_kernel<kDim>(e); });
+      if (by_tiles) {
+        ASSERT_TRUE(has_aligned_rows(e));
+        run(windows * e.cache.num_kv_heads, 1, [&] { encode_tiles_kernel<kDim>(e); });
+      } else {
+        constexpr int32_t kTokens = kBlockWarps * kWarpTokens<kDim>;
+        run((pairs + kTokens - 1) / kTokens, 1, [&] { encode_slots_kernel<kDim>(e); });
+      }
     });
   }
   void decode(const BlockDecode& d) {
@@ -63,6 +67,11 @@ class EmulatedSlots : public RandomTest {
     if (head_dim == 96) return call.template operator()<96>();
     if (head_dim == 128) return call.template operator()<128>();
     call.template operator()<256>();
+  }
+  template <int32_t kDim>
+  static void put(const LaneValues& x, std::vector<float>& rows) {
+    if (!has_dims<kDim>()) return;
+    std::copy_n(x, kLaneDims, &rows[token_of_lane<kDim>() * kDim + lane_dim<kDim>()]);
   }
   BlockShape shape_of(int32_t head_dim, const char* format) {
     BlockShape s;
@@ -125,56 +134,71 @@ TEST_F(EmulatedSlots, WriteTheBytesOfTheHost) {
   }
 }
 
-// To the last bit, which fp16 scales seldom show.
+// To the last bit, which fp16 scales seldom show. A warp holds kWarpTokens rows of [head_dim].
 TEST_F(EmulatedSlots, NormsAndRotationsHaveTheBitsOfTheHost) {
   std::normal_distribution<float> normal;
   for (const int32_t head_dim : kHeadDims) {
     for (int32_t round = 0; round < 20; ++round) {
-      std::vector<float> given(head_dim), turned(head_dim), norms(32);
-      for (float& x : given) x = normal(rng_) * std::exp2(normal(rng_) * 4);
-      const Rotation rotation = hadamard_rotation(head_dim);
-      emulator::cta().run(0, 32, [&] {
-        LaneValues x;
-        load_lane_values(given.data(), DType::kFloat32, head_dim, x);
-        norms[lane_index()] = squared_norm(x, head_dim);
-        rotate(rotation, head_dim, x);
-        for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
-          const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
-          if (dim < head_dim) turned[dim] = x[i / 4][i % 4];
+      with_head_dim(head_dim, [&]<int32_t kDim>() {
+        constexpr int32_t kTokens = kWarpTokens<kDim>;
+        std::vector<float> given(kTokens * kDim), turned(given), back(given), norms(32);
+        for (float& x : given) x = normal(rng_) * std::exp2(normal(rng_) * 4);
+        const Rotation rotation = hadamard_rotation(kDim);
+        emulator::cta().run(0, 32, [&] {
+          LaneValues x;
+          load_lane_floats<kDim>(&given[token_of_lane<kDim>() * kDim], x);
+          norms[lane_index()] = squared_norm<kDim>(x);
+          rotate<kDim>(rotation, x);
+          put<kDim>(x, turned);
+          rotate_back<kDim>(rotation, x);
+          put<kDim>(x, back);
+        });
+        const Basis basis = Basis::hadamard(kDim);
+        for (int32_t t = 0; t < kTokens; ++t) {
+          std::vector<float> row(&given[t * kDim], &given[t * kDim] + kDim);
+          for (int32_t i = 0; i < kTokenLanes<kDim>; ++i) {
+            ASSERT_EQ(norms[t * kTokenLanes<kDim> + i], sum_of_squares(row.data(), kDim));
+          }
+          basis.apply(row.data(), 1);
+          ASSERT_TRUE(std::equal(row.begin(), row.end(), &turned[t * kDim]));
+          basis.undo(row.data(), 1);
+          ASSERT_TRUE(std::equal(row.begin(), row.end(), &back[t * kDim]));
         }
       });
-      for (const float norm : norms) ASSERT_EQ(norm, sum_of_squares(given.data(), head_dim));
-      std::vector<float> expected = given;
-      Basis::hadamard(head_dim).apply(expected.data(), 1);
-      ASSERT_EQ(turned, expected);
     }
   }
 }
 
-// Both ways that a warp holds tokens.
+// Both ways that a warp holds tokens; each of its tokens has a normal of its own.
 TEST_F(EmulatedSlots, ReflectionsHaveTheBitsOfTheHost) {
   std::normal_distribution<float> normal;
+  const auto random_normals = [&](int32_t count, int32_t head_dim) {
+    std::vector<float> mean(count * head_dim), w(mean);
+    for (float& x : mean) x = normal(rng_) * std::exp2(normal(rng_) * 2);
+    EXPECT_TRUE(key_reflections(Rotation{}, mean.data(), count, head_dim, w.data()));
+    return w;
+  };
   for (const int32_t head_dim : kHeadDims) {
     for (int32_t round = 0; round < 20; ++round) {
-      std::vector<float> mean(head_dim), w(head_dim), given(kHalfTokens * head_dim);
-      for (float& x : mean) x = normal(rng_) * std::exp2(normal(rng_) * 2);
-      for (float& x : given) x = normal(rng_) * std::exp2(normal(rng_) * 4);
-      ASSERT_TRUE(key_reflections(Rotation{}, mean.data(), 1, head_dim, w.data()));
-      std::vector<float> expected = given, one(head_dim), half(given.size());
-      for (int32_t t = 0; t < kHalfTokens; ++t) {
-        reflect(w.data(), head_dim, expected.data() + t * head_dim);
-      }
-      emulator::cta().run(0, 32, [&] {
-        LaneValues x, w_lane;
-        load_lane_values(given.data(), DType::kFloat32, head_dim, x);
-        load_normal(w.data(), head_dim, w_lane);
-        reflect(w_lane, head_dim, x);
-        for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
-          const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
-          if (dim < head_dim) one[dim] = x[i / 4][i % 4];
-        }
-      });
       with_head_dim(head_dim, [&]<int32_t kDim>() {
+        std::vector<float> given(kHalfTokens * kDim);
+        for (float& x : given) x = normal(rng_) * std::exp2(normal(rng_) * 4);
+        constexpr int32_t kTokens = kWarpTokens<kDim>;
+        const std::vector<float> w = random_normals(kTokens, kDim);
+        std::vector<float> few(given.begin(), given.begin() + kTokens * kDim), half(given);
+        std::vector<float> few_expected = few, expected = given;
+        for (int32_t t = 0; t < kTokens; ++t) {
+          reflect(&w[t * kDim], kDim, &few_expected[t * kDim]);
+        }
+        emulator::cta().run(0, 32, [&] {
+          LaneValues x, w_lane;
+          load_lane_floats<kDim>(&given[token_of_lane<kDim>() * kDim], x);
+          load_lane_floats<kDim>(&w[token_of_lane<kDim>() * kDim], w_lane);
+          reflect<kDim>(w_lane, x);
+          put<kDim>(x, few);
+        });
+        ASSERT_EQ(few, few_expected) << kDim;
+        for (int32_t t = 0; t < kHalfTokens; ++t) reflect(w.data(), kDim, &expected[t * kDim]);
         emulator::cta().run(0, 32, [&] {
           auto* table = reinterpret_cast<ChannelPair*>(shared_bytes);
           fill_channel_table<kDim>(Rotation{}, false, w.data(), 1.0f, table);
@@ -188,9 +212,94 @@ TEST_F(EmulatedSlots, ReflectionsHaveTheBitsOfTheHost) {
           reflect_half<kDim>(table, x);
           for (int32_t i = 0; i < kDim / 4; ++i) half[place(i)] = x[i];
         });
+        ASSERT_EQ(half, expected) << kDim;
       });
-      ASSERT_TRUE(std::equal(one.begin(), one.end(), expected.begin())) << head_dim;
-      ASSERT_EQ(half, expected) << head_dim;
+    }
+  }
+}
+
+// Tokens of a warp go into pages of formats of their own, each into its own codes alone, and come
+// back from there. A value that a type does not hold leaves other tokens of the warp alone.
+TEST_F(EmulatedSlots, TokensOfAWarpHaveFormatsOfTheirOwn) {
+  constexpr CodeType kTypes[] = {kRawCodes, kCodes8, kCodes4, kCodes2};
+  std::normal_distribution<float> normal;
+  for (const int32_t head_dim : kHeadDims) {
+    for (int32_t round = 0; round < 60; ++round) {
+      with_head_dim(head_dim, [&]<int32_t kDim>() {
+        constexpr int32_t kTokens = kWarpTokens<kDim>;
+        const auto c = uniform(0, 1) == 0 ? Component::kKey : Component::kValue;
+        PageLayout layouts[kTokens];
+        LaneFormat formats[kTokens];
+        std::vector<uint8_t> pages[kTokens];
+        int32_t slots[kTokens];
+        std::vector<float> given(kTokens * kDim), read(given);
+        for (float& x : given) x = normal(rng_);
+        StatusCode expected[kTokens], found[32];
+        for (int32_t t = 0; t < kTokens; ++t) {
+          const CodeType type = kTypes[uniform(0, 3)];
+          const bool is_norm = type == kCodes2 && uniform(0, 1) == 0;
+          formats[t] = {type, is_norm ? StepRule::kNorm : StepRule::kMinMax, DType::kFloat16};
+          const int32_t groups = type.is_raw() ? 0 : 1;
+          layouts[t] = page_layout({kDim, type, type, groups, groups, 32, false});
+          pages[t].resize(layouts[t].used_bytes);
+          for (uint8_t& byte : pages[t]) byte = static_cast<uint8_t>(rng_());
+          slots[t] = uniform(0, 31);
+          expected[t] = StatusCode::kOk;
+          if (uniform(0, 3) != 0) continue;
+          const bool is_large = uniform(0, 1) == 0;
+          given[t * kDim + uniform(0, kDim - 1)] = is_large ? 3e38f : NAN;
+          expected[t] = is_large ? StatusCode::kOutOfRange : StatusCode::kNonFinite;
+        }
+        std::vector<uint8_t> before[kTokens];
+        std::copy(std::begin(pages), std::end(pages), before);
+        emulator::cta().run(0, 32, [&] {
+          const int32_t t = token_of_lane<kDim>();
+          const PageRef page = {pages[t].data(), &layouts[t], DType::kFloat16};
+          LaneValues x;
+          load_lane_floats<kDim>(&given[t * kDim], x);
+          LaneCodes codes;
+          const StatusCode status = encode_lane<kDim>(formats[t], x, &codes);
+          found[lane_index()] = status;
+          if (status == StatusCode::kOk) store_lane_codes<kDim>(page, slots[t], c, codes);
+          __syncwarp();
+          decode_lane<kDim>(page, slots[t], c, status == StatusCode::kOk, x);
+          put<kDim>(x, read);
+        });
+        for (int32_t t = 0; t < kTokens; ++t) {
+          SCOPED_TRACE(testing::Message() << "dim " << kDim << ", bits " << formats[t].type.bits());
+          for (int32_t i = 0; i < kTokenLanes<kDim>; ++i) {
+            ASSERT_EQ(found[t * kTokenLanes<kDim> + i], expected[t]);
+          }
+          const float* x = &given[t * kDim];
+          const PageLayout& layout = layouts[t];
+          const int32_t tile = slots[t] / kTileTokens, in_tile = slots[t] % kTileTokens;
+          std::vector<float> decoded(kDim, 0.0f);
+          if (expected[t] == StatusCode::kOk) {
+            uint8_t* codes = before[t].data() + layout.tile_codes_byte(c, tile);
+            const int32_t bits = formats[t].type.bits();
+            const bool is_norm = formats[t].rule == StepRule::kNorm;
+            const auto [lo, hi] = std::minmax_element(x, x + kDim);
+            const QuantParams p = is_norm ? norm_params(sum_of_squares(x, kDim), kDim)
+                                          : minmax_params(*lo, *hi, 1 << bits);
+            const float scale = half_to_float(p.scale), zero = half_to_float(p.zero_point);
+            for (int32_t d = 0; d < kDim; ++d) {
+              const uint32_t code =
+                  bits == 16 ? float_to_half(x[d])
+                             : static_cast<uint32_t>(minmax_code(x[d], scale, zero, 1 << bits));
+              store_code(codes, code_position({formats[t].type, kDim}, c, in_tile, d), bits, code);
+              decoded[d] = bits == 16 ? half_to_float(static_cast<uint16_t>(code))
+                                      : dequantize(static_cast<int32_t>(code), scale, zero);
+            }
+            if (bits != 16) {
+              std::memcpy(before[t].data() + layout.tile_metadata_byte(c, tile) +
+                              token_metadata_byte(0, in_tile),
+                          &p, sizeof(p));
+            }
+          }
+          ASSERT_EQ(pages[t], before[t]);
+          ASSERT_TRUE(std::equal(decoded.begin(), decoded.end(), &read[t * kDim]));
+        }
+      });
     }
   }
 }

@@ -116,33 +116,5 @@ TEST_F(FragmentCodes, PackedWordsHoldTheirCodes) {
   }
 }
 
-// Token after token into a poisoned tile: every code where code_position() says, and read back.
-TEST_F(FragmentCodes, TokensAreWrittenAlone) {
-  for (const int32_t bits : {16, 8, 4, 2}) {
-    for (const Component c : kComponents) {
-      const TileLayout tile{CodeType::of_bits(bits), 96};
-      const uint32_t mask = (1u << bits) - 1;
-      std::vector<uint32_t> words(tile.bytes() / 4), expected(tile.bytes() / 4);
-      for (size_t i = 0; i < words.size(); ++i) words[i] = expected[i] = rng_();
-      auto* bytes = reinterpret_cast<uint8_t*>(words.data());
-      for (int32_t n = 0; n < 40; ++n) {
-        const int32_t token = static_cast<int32_t>(rng_() % kTileTokens);
-        const int32_t dim = static_cast<int32_t>(rng_() % 3 * 32 + rng_() % 8);
-        uint32_t codes[4], read[4];
-        for (int32_t j = 0; j < 4; ++j) {
-          codes[j] = rng_() & mask;
-          const CodePosition p = code_position(tile, c, token, dim + 8 * j);
-          expected[p.byte / 4] &= ~(mask << p.bit);
-          expected[p.byte / 4] |= codes[j] << p.bit;
-        }
-        store_token_codes(tile, c, token, dim, codes, bytes);
-        load_token_codes(tile, c, token, dim, bytes, read);
-        ASSERT_TRUE(std::equal(codes, codes + 4, read)) << "bits " << bits;
-      }
-      ASSERT_EQ(words, expected) << "bits " << bits;
-    }
-  }
-}
-
 }  // namespace
 }  // namespace tierkv

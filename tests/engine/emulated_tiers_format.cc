@@ -32,12 +32,18 @@ Status attend_parts(const AttentionConfig& config, const AttentionGrid&, const A
   return Status::ok();
 }
 Status pack_queries(const EngineQueries& q, GpuStream stream) {
-  return launch_after_previous(pack_queries_kernel, ctas_for(q.vectors(), kEngineThreads / 32),
-                               kEngineThreads, 0, stream, q);
+  return with_head_dim(q.head_dim, [&](auto dim) {
+    return launch_after_previous(pack_queries_kernel<dim>,
+                                 ctas_for(q.vectors(), kEngineWarps * kWarpTokens<dim>),
+                                 kEngineThreads, 0, stream, q);
+  });
 }
 Status unpack_outputs(const EngineQueries& q, GpuStream stream) {
-  return launch_after_previous(unpack_outputs_kernel, ctas_for(q.vectors(), kEngineThreads / 32),
-                               kEngineThreads, 0, stream, q);
+  return with_head_dim(q.head_dim, [&](auto dim) {
+    return launch_after_previous(unpack_outputs_kernel<dim>,
+                                 ctas_for(q.vectors(), kEngineWarps * kWarpTokens<dim>),
+                                 kEngineThreads, 0, stream, q);
+  });
 }
 
 }  // namespace tierkv

@@ -34,12 +34,12 @@ Status decode_tiles(const BlockDecode& d, GpuStream stream) {
 Status encode_slots(const SlotEncode& e, GpuStream stream) {
   if (Status s = e.validate(); !s) return s;
   if (e.count == 0) return Status::ok();
-  if (e.count < kMinTileTokens || !has_aligned_rows(e)) {
-    const uint32_t ctas = ctas_for(e.count * e.cache.num_kv_heads, kBlockWarps);
-    return launch_kernel(encode_slots_kernel, ctas, kBlockThreads, 0, stream, e);
-  }
-  return with_head_dim(e.cache.layout.head_dim(),
-                       [&](auto dim) { return encode_tiles<dim>(e, stream); });
+  const bool by_tiles = e.count >= kMinTileTokens && has_aligned_rows(e);
+  return with_head_dim(e.cache.layout.head_dim(), [&](auto dim) {
+    if (by_tiles) return encode_tiles<dim>(e, stream);
+    const uint32_t ctas = ctas_for(e.count * e.cache.num_kv_heads, kBlockWarps * kWarpTokens<dim>);
+    return launch_kernel(encode_slots_kernel<dim>, ctas, kBlockThreads, 0, stream, e);
+  });
 }
 
 Status decode_blocks(const BlockDecode& d, GpuStream stream) {

@@ -106,15 +106,22 @@ __device__ __forceinline__ bool encode_filled_tile(const SlotEncode& e, int64_t 
       c.layout.tile(part).type, {rows, table, e.dtype, &c.rotation, 0xffff, normal != nullptr}, to);
 }
 
-// The tokens of `places` one by one, in turn by the warps of the CTA.
+// The tokens of `places`, as many as a warp takes at a time, in turn by the warps of the CTA.
+template <int32_t kDim>
 __device__ __forceinline__ void encode_places(const SlotEncode& e, uint64_t places, int64_t first,
                                               int32_t kv_head) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
-  int32_t turn = 0;
 #pragma unroll 1
-  for (int32_t place = 0; place < kPlaces; ++place) {
-    if ((places >> place & 1u) == 0) continue;
-    if (turn++ % kBlockWarps == warp) encode_slot(e, {first + place, kv_head});
+  for (int32_t turn = 0; places != 0; ++turn) {
+    int64_t token = -1;
+#pragma unroll
+    for (int32_t i = 0; i < kWarpTokens<kDim>; ++i) {
+      const auto low = static_cast<uint32_t>(places), high = static_cast<uint32_t>(places >> 32);
+      const int32_t place = low != 0 ? lowest_bit(low) : 32 + lowest_bit(high);
+      if (places != 0 && i == token_of_lane<kDim>()) token = first + place;
+      places &= places - 1;
+    }
+    if (turn % kBlockWarps == warp) encode_slot<kDim>(e, token, kv_head);
   }
 }
 
@@ -164,7 +171,7 @@ __global__ void __launch_bounds__(kBlockThreads, kTilesCtas<kDim>)
     if (window->failed[i] != 0) alone |= uint64_t{0xffff} << place_of[i];
   }
   alone &= e.count - first >= 64 ? ~uint64_t{0} : (uint64_t{1} << (e.count - first)) - 1;
-  if (alone != 0) encode_places(e, alone, first, kv_head);
+  if (alone != 0) encode_places<kDim>(e, alone, first, kv_head);
 }
 
 }  // namespace tierkv

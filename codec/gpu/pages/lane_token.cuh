@@ -1,116 +1,124 @@
 // SPDX-License-Identifier: Apache-2.0
-// One token in the registers of a warp: quantised and dequantised as codec/format/quantize.h says,
-// in the formats of pages.
+// Tokens of one head in the registers of a warp, as many side by side as it holds: their elements,
+// eight to a lane. Queries and outputs are vectors of the same kind.
 //
-// Lane l holds the dims 32 c + l % 8 + 8 j, j < 4, of the chunks c = l / 8 and l / 8 + 4: whole
-// bytes in every format.
+// Lane l of a token's kTokenLanes holds the dims from 8 l on: 16 bytes of elements in memory. All
+// lanes of a warp call these functions together. What differs between its tokens is data, and none
+// of them is left out: one that is not there holds zeros.
 #pragma once
 
 #include <cstdint>
 
 #include "codec/format/element.h"
-#include "codec/format/fragment_codes.h"
-#include "codec/format/page_layout.h"
 #include "gpu/math.cuh"
 #include "gpu/warp.cuh"
 
 namespace tierkv {
 
-inline constexpr int32_t kLaneChunks = 2;  // head_dim 256
+inline constexpr int32_t kLaneDims = 8;
+template <int32_t kDim>
+inline constexpr int32_t kTokenLanes = kDim > 128  ? 32
+                                       : kDim > 64 ? 16
+                                                   : 8;
+template <int32_t kDim>
+inline constexpr int32_t kWarpTokens = 32 / kTokenLanes<kDim>;
 
-// A page on the device.
-struct PageRef {
-  uint8_t* bytes;
-  const PageLayout* layout;  // checked by the caller: is_page_layout()
-  DType raw_dtype;
-};
+using LaneValues = float[kLaneDims];
 
-// One component of a token, spread over the warp. Pages on a device have no sub-groups.
-struct LaneSide {
-  uint32_t codes[kLaneChunks][4];
-  QuantParams params;  // of the head; none of raw elements
-};
-using LaneValues = float[kLaneChunks][4];
-
-__device__ __forceinline__ int32_t lane_chunk(int32_t i) {
-  return lane_index() / 8 + 4 * i;
+// The place of the lane's token in its warp, and of the lane in its token.
+template <int32_t kDim>
+__device__ __forceinline__ int32_t token_of_lane() {
+  return lane_index() / kTokenLanes<kDim>;
 }
-__device__ __forceinline__ int32_t lane_dim(int32_t i) {
-  return 32 * lane_chunk(i) + lane_index() % 8;
+template <int32_t kDim>
+__device__ __forceinline__ int32_t lane_of_token() {
+  return lane_index() % kTokenLanes<kDim>;
+}
+template <int32_t kDim>
+__device__ __forceinline__ int32_t lane_dim() {
+  return kLaneDims * lane_of_token<kDim>();
+}
+// False in the last lanes of a token of 96 dims. They hold zeros.
+template <int32_t kDim>
+__device__ __forceinline__ bool has_dims() {
+  return kDim == kLaneDims * kTokenLanes<kDim> || lane_dim<kDim>() < kDim;
+}
+// The lanes of a token of the warp, a bit each.
+template <int32_t kDim>
+__device__ __forceinline__ uint32_t lanes_of_token(int32_t token) {
+  return kFullWarp >> (32 - kTokenLanes<kDim>) << token * kTokenLanes<kDim>;
+}
+template <int32_t kDim>
+__device__ __forceinline__ bool any_of_token(bool mine) {
+  const uint32_t votes = __ballot_sync(kFullWarp, mine);
+  return (votes & lanes_of_token<kDim>(token_of_lane<kDim>())) != 0;
+}
+// In all lanes of the token; lanes 1, 2, 4 and so on apart, in this order.
+template <int32_t kDim>
+__device__ __forceinline__ float sum_of_token(float x) {
+#pragma unroll
+  for (int32_t lanes = 1; lanes < kTokenLanes<kDim>; lanes *= 2) {
+    x += __shfl_xor_sync(kFullWarp, x, lanes);
+  }
+  return x;
 }
 
-// False for a chunk that no lane has: most of the work of head_dim 256 is skipped below.
-__device__ __forceinline__ bool has_chunk(int32_t i, int32_t head_dim) {
-  return i == 0 || 128 * i < head_dim;
+// ---- elements ----
+
+__device__ __forceinline__ bool is_vector(const void* at) {
+  return reinterpret_cast<uintptr_t>(at) % sizeof(uint4) == 0;
+}
+// Eight elements, at any address.
+__device__ __forceinline__ uint4 load_eight(const uint16_t* from) {
+  if (is_vector(from)) return *reinterpret_cast<const uint4*>(from);
+  uint32_t words[4];
+#pragma unroll
+  for (int32_t i = 0; i < 4; ++i) {
+    words[i] = from[2 * i] | static_cast<uint32_t>(from[2 * i + 1]) << 16;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+__device__ __forceinline__ void store_eight(uint16_t* to, const uint32_t (&words)[4]) {
+  if (is_vector(to)) {
+    *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+    return;
+  }
+#pragma unroll
+  for (int32_t i = 0; i < kLaneDims; ++i) {
+    to[i] = static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2));
+  }
+}
+__device__ __forceinline__ void unpack_eight(const uint4& words, DType dtype, LaneValues& x) {
+  const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int32_t i = 0; i < 4; ++i) {
+    const float2 y = dtype == DType::kFloat16 ? unpack_halves(pairs[i]) : unpack_bfloats(pairs[i]);
+    x[2 * i] = y.x, x[2 * i + 1] = y.y;
+  }
 }
 
-__device__ __forceinline__ void load_lane_values(const void* row, DType dtype, int32_t head_dim,
+// The lane's part of a row of fp16 or bf16 elements; zeros where the token is not there.
+template <int32_t kDim>
+__device__ __forceinline__ void load_lane_values(const uint16_t* row, DType dtype, bool is_there,
                                                  LaneValues& x) {
+  uint4 words = {0, 0, 0, 0};
+  if (is_there && has_dims<kDim>()) words = load_eight(row + lane_dim<kDim>());
+  unpack_eight(words, dtype, x);
+}
+// The same of a row of floats; null: zeros.
+template <int32_t kDim>
+__device__ __forceinline__ void load_lane_floats(const float* row, LaneValues& x) {
+  const bool is_there = row != nullptr && has_dims<kDim>();
+  const float* from = row + lane_dim<kDim>();
 #pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-#pragma unroll
-    for (int32_t j = 0; j < 4; ++j) {
-      x[i][j] = lane_dim(i) < head_dim ? load_element(row, dtype, lane_dim(i) + 8 * j) : 0.0f;
+  for (int32_t i = 0; i < kLaneDims; i += 4) {
+    float4 y = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (is_there && is_vector(from)) {
+      y = *reinterpret_cast<const float4*>(from + i);
+    } else if (is_there) {
+      y = {from[i], from[i + 1], from[i + 2], from[i + 3]};
     }
-  }
-}
-
-// ---- quantise ----
-
-// Extrema of a whole row.
-__device__ __forceinline__ void row_extrema(const LaneValues& x, int32_t head_dim, float* lo,
-                                            float* hi) {
-  *lo = INFINITY;
-  *hi = -INFINITY;
-#pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
-    const float* y = x[i];
-    *lo = nan_min(*lo, nan_min(nan_min(y[0], y[1]), nan_min(y[2], y[3])));
-    *hi = nan_max(*hi, nan_max(nan_max(y[0], y[1]), nan_max(y[2], y[3])));
-  }
-#pragma unroll
-  for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
-    *lo = nan_min(*lo, __shfl_xor_sync(kFullWarp, *lo, lanes));
-    *hi = nan_max(*hi, __shfl_xor_sync(kFullWarp, *hi, lanes));
-  }
-}
-
-__device__ __forceinline__ StatusCode params_status(float lo, float hi, QuantParams p) {
-  if (!is_finite(lo) || !is_finite(hi)) return StatusCode::kNonFinite;
-  return params_in_range(p) ? StatusCode::kOk : StatusCode::kOutOfRange;
-}
-
-__device__ __forceinline__ StatusCode take_raw_codes(const PageRef& page, int32_t head_dim,
-                                                     const LaneValues& x, LaneSide* side) {
-  StatusCode code = StatusCode::kOk;
-#pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-    if (!has_chunk(i, head_dim)) continue;
-#pragma unroll
-    for (int32_t j = 0; j < 4; ++j) {
-      const uint16_t raw = float_to_raw(page.raw_dtype, x[i][j]);
-      if (!is_finite(x[i][j])) {
-        code = greater(code, StatusCode::kNonFinite);
-      } else if (!is_finite(raw_to_float(page.raw_dtype, raw))) {
-        code = greater(code, StatusCode::kOutOfRange);
-      }
-      side->codes[i][j] = raw;
-    }
-  }
-  return code;
-}
-
-__device__ __forceinline__ void dequantize_lane(const PageRef& page, Component c,
-                                                const LaneSide& side, LaneValues& x) {
-  const bool is_raw = page.layout->tile(c).type.is_raw();
-  const float scale = half_to_float(side.params.scale);
-  const float zero_point = half_to_float(side.params.zero_point);
-#pragma unroll
-  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
-    const uint32_t code = side.codes[i / 4][i % 4];
-    x[i / 4][i % 4] = is_raw ? raw_to_float(page.raw_dtype, static_cast<uint16_t>(code))
-                             : dequantize(static_cast<int32_t>(code), scale, zero_point);
+    x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
   }
 }
 

@@ -4,7 +4,7 @@
 // plan(): steps by a thread a row, chunks by 16 warps a row, which decide about what leaves. They
 // write tiers into the map, behind the body's end, where the map may say anything. Those of a step
 // are in the draft too; a chunk leaves the tokens of each side before every group of positions.
-// write(): of steps a warp a token, whose place follows from the draft; chunks go by tiles
+// write(): tokens of steps one by one, whose places follow from the draft; chunks go by tiles
 // (device_tiers_tiles.cuh). Bound: latency.
 #pragma once
 
@@ -27,10 +27,14 @@ struct SideTokens {
 };
 
 // A row between plan() and write(): the positions [first, end) leave.
-struct alignas(16) TiersDraft {
+struct alignas(16) LeavingTokens {
   int32_t first = 0, end = 0;
   uint32_t tiers = 0;  // steps: those of positions from `first` on, 2 bits each
-  int32_t unused = 0;
+  int32_t held = 0;    // tokens before those of the chunk
+  int32_t slot = 0, layer = 0, sequence = 0;
+  int16_t kv_head = 0, row_class = 0;
+};
+struct TiersDraft : LeavingTokens {
   TiersRow before, after;
 };
 static_assert(kMaxStepTokens <= kWordPositions);
@@ -64,7 +68,7 @@ struct TiersPlace {
   const DeviceStoreView& view;
   const TiersCodes& codes;
   int32_t slot, layer, kv_head;
-  int32_t row_class = codes.class_of_head[layer * view.num_kv_heads + kv_head];
+  int32_t row_class;
 
   __device__ __forceinline__ const RowClass& of_class() const { return codes.classes[row_class]; }
   __device__ __forceinline__ TiersRow* state() const {
@@ -83,18 +87,27 @@ struct TiersPlace {
     return codes.key_means +
            (int64_t{layer} * view.num_kv_heads + kv_head) * int64_t{view.head_dim};
   }
-  // The page that holds token `index` of a side.
-  __device__ __forceinline__ PageRef page(int32_t side, int32_t index) const {
+  // The page that holds token `index` of a side, and its place there; page 0 where it is not there.
+  __device__ __forceinline__ PageRef page(int32_t side, int32_t index, int32_t* place,
+                                          bool is_there = true) const {
     const PageLayout& layout = of_class().layout[side];
+    const int32_t number =
+        static_cast<int32_t>(static_cast<uint32_t>(index) / static_cast<uint32_t>(layout.tokens));
+    *place = index - number * layout.tokens;
     const int32_t row = view.pages.row(slot, layer, kv_head);
-    const int32_t page = view.pages.page(row, side, index / layout.tokens);
+    const int32_t page = is_there ? view.pages.page(row, side, number) : 0;
     return {view.pages.base + page * view.pages.page_bytes, &layout, DType::kFloat16};
   }
 };
+__device__ __forceinline__ TiersPlace place_of(const DeviceStoreView& view, const TiersCodes& codes,
+                                               int32_t slot, int32_t layer, int32_t kv_head) {
+  return {view,  codes,   slot,
+          layer, kv_head, codes.class_of_head[layer * view.num_kv_heads + kv_head]};
+}
 __device__ __forceinline__ TiersPlace place_of(const TiersCall& c, int32_t row) {
   const int32_t entry = row / c.view.num_kv_heads;
   const auto [sequence, slot, layer] = c.works.entry(entry);
-  return {c.view, c.codes, slot, layer, row - entry * c.view.num_kv_heads};
+  return place_of(c.view, c.codes, slot, layer, row - entry * c.view.num_kv_heads);
 }
 // Where a row's counts are to go.
 __device__ __forceinline__ SideCounts& target_of(const TiersCall& c, int32_t row) {
@@ -104,29 +117,34 @@ __device__ __forceinline__ SideCounts& target_of(const TiersCall& c, int32_t row
 }
 // ---- maps ----
 
-__device__ __forceinline__ int32_t sum_of_warp(int32_t x) {
+template <int32_t kLanes>
+__device__ __forceinline__ int32_t sum_of_lanes(int32_t x) {
 #pragma unroll
-  for (int32_t lanes = 1; lanes < 32; lanes *= 2) x += __shfl_xor_sync(kFullWarp, x, lanes);
+  for (int32_t lanes = 1; lanes < kLanes; lanes *= 2) x += __shfl_xor_sync(kFullWarp, x, lanes);
   return x;
 }
 
-// Tokens by side of the positions [first, end) of a map; in all lanes.
+// Tokens by side of the positions [first, end) of a map; in all of kLanes neighbours. Those of a
+// warp may ask about other positions of other maps.
+template <int32_t kLanes = 32>
 __device__ __forceinline__ SideTokens count_tiers(const uint8_t* map, int32_t first, int32_t end) {
   SideTokens mine;
-  for (int32_t w = first / kWordPositions + lane_index(); w * kWordPositions < end; w += 32) {
+  const int32_t lane = lane_index() % kLanes;
+  for (int32_t w = first / kWordPositions + lane; w * kWordPositions < end; w += kLanes) {
     const uint32_t word = reinterpret_cast<const uint32_t*>(map)[w] &
                           word_mask(first - w * kWordPositions, end - w * kWordPositions);
     mine.of[kHighSide] += __popc(positions_of(word, BodyTier::kHigh));
     mine.of[kLowSide] += __popc(positions_of(word, BodyTier::kLow));
   }
-  return {{sum_of_warp(mine.of[0]), sum_of_warp(mine.of[1])}};
+  return {{sum_of_lanes<kLanes>(mine.of[0]), sum_of_lanes<kLanes>(mine.of[1])}};
 }
 
-// How many tokens of the side lie in [first, position).
+// How many tokens of the side lie in [first, position); by kLanes lanes, as count_tiers().
+template <int32_t kLanes>
 __device__ __forceinline__ int32_t rank_of(const uint8_t* map, const SideTokens* groups,
                                            int32_t first, int32_t position, int32_t side) {
   const int32_t group = position / kGroupPositions;
-  const SideTokens near = count_tiers(map, most(first, group * kGroupPositions), position);
+  const SideTokens near = count_tiers<kLanes>(map, most(first, group * kGroupPositions), position);
   return groups[group - first / kGroupPositions].of[side] + near.of[side];
 }
 
@@ -300,6 +318,10 @@ __device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row, 
   TiersDraft draft;
   draft.first = most(from.body_end, c.view.laws.sink_tokens);
   draft.end = most(draft.first, to.body_end);
+  draft.held = from.tokens;
+  draft.slot = at.slot, draft.layer = at.layer, draft.sequence = entry / c.works.num_layers;
+  draft.kv_head = static_cast<int16_t>(at.kv_head);
+  draft.row_class = static_cast<int16_t>(at.row_class);
   const bool writes = sums == nullptr || threadIdx.x == 0;
   if (draft.first < draft.end) {
     draft.before = draft.after = load_whole(at.state());
@@ -320,6 +342,7 @@ __device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row, 
 // Steps: a thread a row.
 __global__ void __launch_bounds__(kTiersThreads)
     plan_tiers_kernel(const __grid_constant__ TiersCall c) {
+  let_next_kernel_start();
   wait_for_previous_kernel();
   const auto row = static_cast<int32_t>(blockIdx.x * kTiersThreads + threadIdx.x);
   if (row < c.num_rows) plan_tiers_row(c, row, nullptr);
@@ -332,119 +355,120 @@ __global__ void __launch_bounds__(32 * kChunkPlanWarps)
   plan_tiers_row(c, static_cast<int32_t>(blockIdx.x), reinterpret_cast<RowSums*>(shared_bytes));
 }
 
-// A raw token as it is there, each lane its dims, and what is taken off its key.
-struct RawToken {
-  uint16_t x[2][kLaneChunks][4];
-  LaneValues key_mean;
-  bool is_half;
-};
-// All loads are in flight together.
-template <int32_t kDim>
-__device__ __forceinline__ void load_raw_token(const TiersCall& c, const TiersPlace& at,
-                                               int32_t entry, int32_t position, RawToken* token) {
-  const RawTokens tokens = device_tokens(c.view, c.works, entry, at.kv_head);
-  const bool is_held = position < tokens.held;
-  const int64_t in_chunk = (position - tokens.held) * tokens.token_stride;
-  token->is_half = is_held || tokens.dtype == DType::kFloat16;
-  load_normal(at.key_mean(), kDim, token->key_mean);
-#pragma unroll
-  for (int32_t n = 0; n < 2 * kLaneChunks; ++n) {
-    const int32_t part = n / kLaneChunks, i = n % kLaneChunks;
-    const auto component = static_cast<Component>(part);
-    const bool is_there = has_chunk(i, kDim) && lane_dim(i) < kDim;
-    const uint8_t* const ring = tokens.raw + tokens.layout.token_byte(component, position);
-    const uint16_t* const from = (is_held ? reinterpret_cast<const uint16_t*>(ring)
-                                          : (part == 0 ? tokens.k : tokens.v) + in_chunk) +
-                                 lane_dim(i);
-#pragma unroll
-    for (int32_t j = 0; j < 4; ++j) token->x[part][i][j] = is_there ? from[8 * j] : uint16_t{0};
-  }
-}
-
 // ---- write ----
 
-__device__ __forceinline__ void clear_slots(const PageRef& page, int32_t first, int32_t end) {
-  const LaneSide nothing = {};
-#pragma unroll 1
-  for (int32_t slot = first; slot < end; ++slot) {
-    store_whole_side(page, slot, Component::kKey, nothing);
-    store_whole_side(page, slot, Component::kValue, nothing);
+// Eight elements of a raw token, from `dim` on, as fp16.
+__device__ __forceinline__ uint4 raw_eight(const RawTokens& tokens, Component part,
+                                           int32_t position, int32_t dim) {
+  if (position < tokens.held) {
+    return *reinterpret_cast<const uint4*>(tokens.raw + tokens.layout.token_byte(part, position) +
+                                           2 * dim);
   }
+  const uint16_t* chunk = part == Component::kKey ? tokens.k : tokens.v;
+  const int64_t in_chunk = (position - tokens.held) * tokens.token_stride;
+  const auto words = *reinterpret_cast<const uint4*>(chunk + in_chunk + dim);
+  return tokens.dtype == DType::kBFloat16 ? four_bfloats_to_halves(words) : words;
+}
+
+// One component of raw tokens, each of a row and side of its own, as codes. What a format cannot
+// hold becomes 0 and a fault. A token that is not there has zeros.
+template <int32_t kDim>
+__device__ __forceinline__ void encode_tiers_part(const TiersCall& c, const TiersPlace& at,
+                                                  int32_t side, Component part, const uint4& raw,
+                                                  LaneCodes* codes) {
+  const auto i = static_cast<int32_t>(part);
+  const RowClass& row_class = at.of_class();
+  LaneValues x;
+  unpack_eight(raw, DType::kFloat16, x);
+  if (part == Component::kKey) {
+    LaneValues mean;
+    load_lane_floats<kDim>(at.key_mean(), mean);
+#pragma unroll
+    for (int32_t n = 0; n < kLaneDims; ++n) x[n] = add_rn(x[n], -mean[n]);
+  }
+  if (__any_sync(kFullWarp, at.has_basis())) {
+    LaneValues y;
+#pragma unroll
+    for (int32_t n = 0; n < kLaneDims; ++n) y[n] = x[n];
+    rotate<kDim>(c.codes.rotation[i], y);
+#pragma unroll
+    for (int32_t n = 0; n < kLaneDims; ++n) x[n] = at.has_basis() ? y[n] : x[n];
+  }
+  const LaneFormat format = {row_class.layout[side].tile(part).type, row_class.rule[side][i],
+                             DType::kFloat16};
+  const StatusCode code = encode_lane<kDim>(format, x, codes);
+  if (code == StatusCode::kOk) return;
+  *codes = {};
+  if (lane_of_token<kDim>() == 0) report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
 }
 
 // Behind the last token of a side, the last of `written`: the slots of its tile, unless the token
 // opened it, and the tiles of its page, where the call began them.
+template <int32_t kDim>
 __device__ __forceinline__ void clear_behind(const PageRef& page, int32_t slot, int32_t written) {
   const int32_t in_tile = slot % kTileTokens;
   if (in_tile < written && written > 1) {
-    clear_slots(page, slot + 1, slot - in_tile + kTileTokens);
+#pragma unroll 1
+    for (int32_t i = slot + 1; i < slot - in_tile + kTileTokens; ++i) clear_slot<kDim>(page, i);
   }
   if (slot >= written) return;
 #pragma unroll 1
   for (int32_t tile = slot / kTileTokens + 1; tile < page.layout->tiles(); ++tile) {
-    clear_tile_side(page, tile, Component::kKey);
-    clear_tile_side(page, tile, Component::kValue);
+    clear_tile<kDim>(page, tile);
   }
 }
 
-// One component of a token into its slot. What a format cannot hold becomes 0 and a fault.
-template <int32_t kDim>
-__device__ __forceinline__ void write_tiers_part(const TiersCall& c, const TiersPlace& at,
-                                                 const RawToken& token, Component component,
-                                                 const PageRef& page, int32_t slot) {
-  const bool is_key = component == Component::kKey;
-  const int32_t part = is_key ? 0 : 1;
-  LaneValues x;
-#pragma unroll
-  for (int32_t n = 0; n < 4 * kLaneChunks; ++n) {
-    const int32_t i = n / 4, j = n % 4;
-    const uint16_t raw = is_key ? token.x[0][i][j] : token.x[1][i][j];
-    const float y = half_to_float(token.is_half ? raw : float_to_half(bfloat16_to_float(raw)));
-    x[i][j] = is_key ? add_rn(y, -token.key_mean[i][j]) : y;
-  }
-  if (at.has_basis()) rotate(c.codes.rotation[part], kDim, x);
-  const auto side = static_cast<int32_t>(page.layout - at.of_class().layout);
-  LaneSide codes;
-  const StatusCode code =
-      worst_of_warp(encode_side<kDim>(page, component, at.of_class().rule[side][part], x, &codes));
-  if (code != StatusCode::kOk) codes = {};
-  store_whole_side<kDim>(page, slot, component, codes);
-  if (code != StatusCode::kOk && lane_index() == 0) {
-    report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
-  }
-}
-
-// Grid of warps: most_leaving tokens of every row.
+// Grid of warps: most_leaving tokens of every row. What comes before the wait reads drafts and raw
+// tokens alone: the kernels that deal pages start one another behind the plan's end (PageOp::grow),
+// so that tokens are coded meanwhile.
 template <int32_t kDim>
 __global__ void __launch_bounds__(kTiersThreads, 8)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
+  const int32_t n = warp_of_grid() * kWarpTokens<kDim> + token_of_lane<kDim>();
+  const int32_t of_row = c.works.most_leaving;
+  const int32_t row = least(of_row == 1 ? n : n / of_row, c.num_rows - 1), i = n - row * of_row;
+  const TiersDraft* const whole = c.scratch.drafts + row;
+  const auto draft = load_whole<LeavingTokens>(whole);
+  const TiersPlace at = {c.view, c.codes, draft.slot, draft.layer, draft.kv_head, draft.row_class};
+  const int32_t position = draft.first + i;
+  const bool leaves = i < of_row && position < draft.end;
+  const auto tier = leaves ? static_cast<BodyTier>(draft.tiers >> 2 * i & 3u) : BodyTier::kNoTier;
+  const int32_t side = side_of(tier);
+  const int32_t before = whole->before.tokens[side], after = whole->after.tokens[side];
+  LaneCodes codes[2];
+  {
+    const RawTokens tokens =
+        raw_tokens(c.view.raw, c.view.raw_row(draft.slot, draft.layer, draft.kv_head), draft.held,
+                   c.works.chunk, {draft.sequence, draft.kv_head, c.view.num_kv_heads});
+    uint4 raw[2] = {};
+    if (is_kept(tier) && has_dims<kDim>()) {
+      raw[0] = raw_eight(tokens, Component::kKey, position, lane_dim<kDim>());
+      raw[1] = raw_eight(tokens, Component::kValue, position, lane_dim<kDim>());
+    }
+#pragma unroll
+    for (int32_t part = 0; part < 2; ++part) {
+      encode_tiers_part<kDim>(c, at, side, static_cast<Component>(part), raw[part], &codes[part]);
+    }
+  }
+  const int32_t index = before + __popc(positions_of(draft.tiers, tier) & word_mask(0, i));
   wait_for_previous_kernel();
   commit(c.works);
-  const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
-  if (row >= c.num_rows || !c.works.has_pages()) return;
-  const TiersPlace at = place_of(c, row);
-  const TiersDraft draft = load_whole(c.scratch.drafts + row);
-  const int32_t i = warp - row * c.works.most_leaving, position = draft.first + i;
-  if (position >= draft.end) return;
-  if (i == 0 && lane_index() == 0) *at.state() = draft.after;
-  const auto tier = static_cast<BodyTier>(draft.tiers >> 2 * i & 3u);
-  if (!is_kept(tier)) return;
-  const int32_t side = side_of(tier);
-  const int32_t before =
-      side == kLowSide ? draft.before.tokens[kLowSide] : draft.before.tokens[kHighSide];
-  const int32_t after =
-      side == kLowSide ? draft.after.tokens[kLowSide] : draft.after.tokens[kHighSide];
-  const int32_t index = before + __popc(positions_of(draft.tiers, tier) & word_mask(0, i));
-  RawToken token;
-  load_raw_token<kDim>(c, at, row / c.view.num_kv_heads, position, &token);
-  const PageRef page = at.page(side, index);
-  const int32_t slot = index % page.layout->tokens;
-  if (after == before + 1) open_token_slot(page, slot);
-#pragma unroll
-  for (int32_t part = 0; part < 2; ++part) {
-    write_tiers_part<kDim>(c, at, token, static_cast<Component>(part), page, slot);
+  if (!c.works.has_pages()) return;
+  constexpr int32_t kStateLanes = sizeof(TiersRow) / sizeof(uint4);
+  if (leaves && i == 0 && lane_of_token<kDim>() < kStateLanes) {
+    reinterpret_cast<uint4*>(at.state())[lane_of_token<kDim>()] =
+        reinterpret_cast<const uint4*>(&whole->after)[lane_of_token<kDim>()];
   }
-  if (index + 1 == after) clear_behind(page, slot, after - before);
+  int32_t slot;
+  const PageRef page = at.page(side, index, &slot, is_kept(tier));
+  if (is_kept(tier) && after == before + 1 && slot % kTileTokens == 0) {
+    clear_tile<kDim>(page, slot / kTileTokens);
+  }
+  __syncwarp();
+  if (!is_kept(tier)) return;
+  store_lane_codes<kDim>(page, slot, Component::kKey, codes[0]);
+  store_lane_codes<kDim>(page, slot, Component::kValue, codes[1]);
+  if (index + 1 == after) clear_behind<kDim>(page, slot, after - before);
 }
 
 }  // namespace tierkv::store

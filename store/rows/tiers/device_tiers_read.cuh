@@ -9,18 +9,24 @@ namespace tierkv::store {
 
 // ---- cut ----
 
-// The slots of token n of a side and of those behind it, `count` at most, that lie in its tile.
+// The slots of token n of a side and of those behind it, `count` at most, that lie in its tile. By
+// a warp, whose tokens' lanes take turns.
+template <int32_t kDim>
 __device__ __forceinline__ void clear_rest(const TiersPlace& at, int32_t side, int32_t n,
                                            int32_t count) {
   if (n % kTileTokens == 0 || count == 0) return;
-  const PageRef page = at.page(side, n);
-  const int32_t slot = n % page.layout->tokens;
-  clear_slots(page, slot, slot + least(kTileTokens - n % kTileTokens, count));
+  int32_t slot;
+  const PageRef page = at.page(side, n, &slot);
+  const int32_t end = slot + least(kTileTokens - n % kTileTokens, count);
+#pragma unroll 1
+  for (int32_t i = slot + token_of_lane<kDim>(); i < end; i += kWarpTokens<kDim>) {
+    clear_slot<kDim>(page, i);
+  }
 }
 
 // A warp a row: what its table row is to hold or, where the tables were cut, its state. Slots
 // behind the tokens that stay are then empty again, as in pages that never held more.
-template <bool kIsCut>
+template <bool kIsCut, int32_t kDim>
 __global__ void __launch_bounds__(kTiersThreads)
     cut_tiers_kernel(const __grid_constant__ TiersCall c) {
   wait_for_previous_kernel();
@@ -35,7 +41,7 @@ __global__ void __launch_bounds__(kTiersThreads)
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
     left.tokens[side] = stay.of[side];
-    if (kIsCut) clear_rest(at, side, left.tokens[side], now.tokens[side] - left.tokens[side]);
+    if (kIsCut) clear_rest<kDim>(at, side, left.tokens[side], now.tokens[side] - left.tokens[side]);
   }
   __syncwarp();
   if (lane_index() != 0) return;
@@ -47,16 +53,17 @@ __global__ void __launch_bounds__(kTiersThreads)
 }
 
 // Slots behind the last tokens of layers that came in; a warp a row.
+template <int32_t kDim>
 __global__ void __launch_bounds__(kTiersThreads)
     clear_behind_kernel(const __grid_constant__ DeviceStoreView view,
                         const __grid_constant__ TiersCodes codes, int32_t slot, Positions layers) {
   wait_for_previous_kernel();
   const int32_t row = warp_of_grid(), layer = layers.first + row / view.num_kv_heads;
   if (layer >= layers.end) return;
-  const TiersPlace at = {view, codes, slot, layer, row % view.num_kv_heads};
+  const TiersPlace at = place_of(view, codes, slot, layer, row % view.num_kv_heads);
 #pragma unroll 1
   for (int32_t side = 0; side < 2; ++side) {
-    clear_rest(at, side, at.state()->tokens[side], kTileTokens);
+    clear_rest<kDim>(at, side, at.state()->tokens[side], kTileTokens);
   }
 }
 
@@ -75,7 +82,7 @@ __global__ void __launch_bounds__(kTiersThreads)
   wait_for_previous_kernel();
   const int32_t kv_head = warp_of_grid();
   if (kv_head >= r.view.num_kv_heads) return;
-  const TiersPlace at = {r.view, r.codes, r.slot, r.layer, kv_head};
+  const TiersPlace at = place_of(r.view, r.codes, r.slot, r.layer, kv_head);
   const uint8_t* map = at.map();
   SideTokens before;
 #pragma unroll 1
@@ -87,51 +94,60 @@ __global__ void __launch_bounds__(kTiersThreads)
   }
 }
 
-__device__ __forceinline__ void store_row(const LaneValues& x, DType dtype, int32_t head_dim,
-                                          uint16_t* to) {
+template <int32_t kDim>
+__device__ __forceinline__ void store_row(LaneValues& x, DType dtype, uint16_t* row) {
+  if (!has_dims<kDim>()) return;
+  uint32_t words[4];
 #pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
-#pragma unroll
-    for (int32_t j = 0; j < 4; ++j) store_element(to, dtype, lane_dim(i) + 8 * j, x[i][j]);
+  for (int32_t i = 0; i < kLaneDims; i += 2) {
+    words[i / 2] = dtype == DType::kFloat16
+                       ? pack_halves(saturate_to_half_range(x[i]), saturate_to_half_range(x[i + 1]))
+                       : pack_bfloats(x[i], x[i + 1]);
   }
+  store_eight(row + lane_dim<kDim>(), words);
 }
 
 // Grid of warps: kv_heads of every position.
-__global__ void __launch_bounds__(kTiersThreads)
+template <int32_t kDim>
+__global__ void __launch_bounds__(kTiersThreads, 6)
     read_tiers_kernel(const __grid_constant__ TiersRead r) {
   wait_for_previous_kernel();
-  const int32_t warp = warp_of_grid(), i = warp / r.view.num_kv_heads;
-  if (i >= r.range.count()) return;
-  const int32_t position = r.range.first + i, head_dim = r.view.head_dim;
-  const TiersPlace at = {r.view, r.codes, r.slot, r.layer, warp - i * r.view.num_kv_heads};
+  const int32_t n = warp_of_grid() * kWarpTokens<kDim> + token_of_lane<kDim>();
+  const bool is_asked = n < r.range.count() * r.view.num_kv_heads;
+  const int32_t i = is_asked ? n / r.view.num_kv_heads : 0;
+  const int32_t kv_head = is_asked ? n - i * r.view.num_kv_heads : 0;
+  const int32_t position = r.range.first + i;
+  const TiersPlace at = place_of(r.view, r.codes, r.slot, r.layer, kv_head);
   const uint8_t* map = at.map();
-  const BodyTier tier = tier_at(map, position);
+  const BodyTier tier = is_asked ? tier_at(map, position) : BodyTier::kNoTier;
   const int32_t side = side_of(tier);
-  PageRef page{};
-  int32_t slot = 0;
-  if (is_kept(tier)) {
-    const int32_t index =
-        rank_of(map, r.groups + int64_t{at.kv_head} * r.groups_of_row, 0, position, side);
-    page = at.page(side, index);
-    slot = index % page.layout->tokens;
-  } else if (r.pruned != nullptr && lane_index() == 0) {
-    r.pruned[at.kv_head * r.pruned_stride + i] = 1;
+  const int32_t index = rank_of<kTokenLanes<kDim>>(
+      map, r.groups + int64_t{kv_head} * r.groups_of_row, 0, position, side);
+  int32_t slot;
+  const PageRef page = at.page(side, index, &slot, is_kept(tier));
+  if (!is_kept(tier) && is_asked && r.pruned != nullptr && lane_of_token<kDim>() == 0) {
+    r.pruned[kv_head * r.pruned_stride + i] = 1;
   }
+  const bool any_basis = __any_sync(kFullWarp, at.has_basis());
 #pragma unroll 1
   for (int32_t part = 0; part < 2; ++part) {
     const auto component = static_cast<Component>(part);
-    LaneValues x = {};
-    if (is_kept(tier)) {
-      LaneSide codes;
-      load_side(page, slot, component, &codes);
-      dequantize_lane(page, component, codes, x);
-      if (at.has_basis()) {
-        rotate_back(r.codes.rotation[part], head_dim, x);
-        if (part == 0) add_mean(at.key_mean(), 1.0f, head_dim, x);
+    LaneValues x, y;
+    decode_lane<kDim>(page, slot, component, is_kept(tier), x);
+    if (any_basis) {
+#pragma unroll
+      for (int32_t d = 0; d < kLaneDims; ++d) y[d] = x[d];
+      rotate_back<kDim>(r.codes.rotation[part], y);
+      const float* key_mean = part == 0 ? at.key_mean() : nullptr;
+      LaneValues mean;
+      load_lane_floats<kDim>(key_mean, mean);
+#pragma unroll
+      for (int32_t d = 0; d < kLaneDims; ++d) {
+        if (is_kept(tier) && at.has_basis())
+          x[d] = key_mean == nullptr ? y[d] : add_rn(y[d], mean[d]);
       }
     }
-    store_row(x, r.dtype, head_dim, r.of(component) + int64_t{warp} * head_dim);
+    if (is_asked) store_row<kDim>(x, r.dtype, r.of(component) + int64_t{n} * kDim);
   }
 }
 

@@ -12,6 +12,12 @@
 namespace tierkv::store {
 namespace {
 
+// That hold so many tokens.
+template <int32_t kDim>
+int64_t warps_for(int64_t tokens) {
+  return (tokens + kWarpTokens<kDim> - 1) / kWarpTokens<kDim>;
+}
+
 class DeviceTiersRows final : public DeviceRowFormat {
  public:
   DeviceTiersRows(const StoreConfig& config, const TiersRows& rows)
@@ -135,10 +141,12 @@ Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
   if (works.most_leaving == 0) return Status::ok();
   const TiersCall call = call_of(works);
   const bool is_step = works.most_leaving <= kMaxStepTokens;
-  const int64_t warps =
-      call.num_rows * (is_step ? works.most_leaving : int64_t{2} * most_tiles(works.most_leaving));
   return with_head_dim(config_.layout.head_dim, [&](auto dim) {
-    if (is_step) return launch(write_tiers_kernel<dim>, warps, call, "tiers");
+    if (is_step) {
+      const int64_t tokens = int64_t{call.num_rows} * works.most_leaving;
+      return launch(write_tiers_kernel<dim>, warps_for<dim>(tokens), call, "tiers");
+    }
+    const int64_t warps = int64_t{call.num_rows} * 2 * most_tiles(works.most_leaving);
     return launch(write_tiers_tiles_kernel<dim>, warps, call, "tiles of tiers",
                   kTiersWarps * kTiersTileBytes<dim>);
   });
@@ -147,11 +155,15 @@ Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
 Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {
   TiersCall call = call_of(works);
   call.counts = counts;
-  return launch(cut_tiers_kernel<false>, rows_of(works), call, "cut of tiers");
+  return with_head_dim(config_.layout.head_dim, [&](auto dim) {
+    return launch(cut_tiers_kernel<false, dim>, rows_of(works), call, "cut of tiers");
+  });
 }
 
 Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
-  return launch(cut_tiers_kernel<true>, rows_of(works), call_of(works), "cut of tiers");
+  return with_head_dim(config_.layout.head_dim, [&](auto dim) {
+    return launch(cut_tiers_kernel<true, dim>, rows_of(works), call_of(works), "cut of tiers");
+  });
 }
 
 // One launch for all layers, behind the last.
@@ -160,17 +172,21 @@ Status DeviceTiersRows::check_imported(std::span<const HostLayer> layers, const 
   const Positions of_slot = {0, config_.layout.num_layers};
   if (layers.back().layer + 1 < of_slot.end) return Status::ok();
   const int64_t rows = int64_t{of_slot.end} * config_.layout.num_kv_heads;
-  return launch_after_previous(clear_behind_kernel, ctas_for(rows, kTiersWarps), kTiersThreads, 0,
-                               stream_, view_, codes_, layers[0].slot, of_slot)
-      .with_context("tiers that came in");
+  return with_head_dim(config_.layout.head_dim, [&](auto dim) {
+    return launch_after_previous(clear_behind_kernel<dim>, ctas_for(rows, kTiersWarps),
+                                 kTiersThreads, 0, stream_, view_, codes_, layers[0].slot, of_slot)
+        .with_context("tiers that came in");
+  });
 }
 
 Status DeviceTiersRows::read(const DeviceRead& call) {
   const TiersRead r = {call, view_, codes_, scratch_.groups,
                        (call.range.end + kGroupPositions - 1) / kGroupPositions};
-  const int64_t heads = config_.layout.num_kv_heads, warps = call.range.count() * heads;
+  const int64_t heads = config_.layout.num_kv_heads, rows = call.range.count() * heads;
   if (Status s = launch(count_groups_kernel, heads, r, "tokens of tiers"); !s) return s;
-  return launch(read_tiers_kernel, warps, r, "reading of tiers");
+  return with_head_dim(config_.layout.head_dim, [&](auto dim) {
+    return launch(read_tiers_kernel<dim>, warps_for<dim>(rows), r, "reading of tiers");
+  });
 }
 
 }  // namespace

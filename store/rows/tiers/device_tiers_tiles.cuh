@@ -87,20 +87,11 @@ __device__ __forceinline__ void load_tile_rows(const RawTokens& tokens, Componen
                                                const int32_t* positions, int32_t count,
                                                uint8_t* rows) {
   constexpr int32_t kPieces = kDim / 8;
-  const uint16_t* chunk = part == Component::kKey ? tokens.k : tokens.v;
 #pragma unroll 4
   for (int32_t i = 0; i < kTileTokens * kPieces / 32; ++i) {
     const int32_t piece = 32 * i + lane_index(), row = piece / kPieces, first = piece % kPieces * 8;
     uint4 x = {0, 0, 0, 0};
-    const int32_t position = row < count ? positions[row] : -1;
-    if (position >= tokens.held) {
-      x = *reinterpret_cast<const uint4*>(chunk + (position - tokens.held) * tokens.token_stride +
-                                          first);
-      if (tokens.dtype == DType::kBFloat16) x = four_bfloats_to_halves(x);
-    } else if (position >= 0) {
-      x = *reinterpret_cast<const uint4*>(tokens.raw + tokens.layout.token_byte(part, position) +
-                                          2 * first);
-    }
+    if (row < count) x = raw_eight(tokens, part, positions[row], first);
     *reinterpret_cast<uint4*>(rows + row * kRowPitch<kDim> + 2 * first) = x;
   }
 }
@@ -136,24 +127,31 @@ __device__ __forceinline__ void write_tiers_tile(const TiersCall& c, const Tiers
                                                  uint8_t* shared) {
   auto* positions = reinterpret_cast<int32_t*>(shared + kTileWarpBytes<kDim>);
   find_positions(c, at, t, positions);
-  const PageRef page = at.page(t.side, t.first);
-  const int32_t tokens = page.layout->tokens;
+  int32_t first_slot;
+  const PageRef page = at.page(t.side, t.first, &first_slot);
   const bool is_begun = t.first % kTileTokens == 0;
   if (!is_begun || !write_whole_tile<kDim>(c, at, t, part, page, positions, shared)) {
     __syncwarp();
+    const RawTokens from = device_tokens(c.view, c.works, t.row / c.view.num_kv_heads, at.kv_head);
 #pragma unroll 1
-    for (int32_t i = t.first; i < t.end; ++i) {
-      RawToken token;
-      load_raw_token<kDim>(c, at, t.row / c.view.num_kv_heads, positions[i - t.first], &token);
-      write_tiers_part<kDim>(c, at, token, part, page, i % tokens);
+    for (int32_t first = t.first; first < t.end; first += kWarpTokens<kDim>) {
+      const int32_t i = first + token_of_lane<kDim>();
+      const bool is_there = i < t.end;
+      uint4 raw = {0, 0, 0, 0};
+      if (is_there && has_dims<kDim>()) {
+        raw = raw_eight(from, part, positions[i - t.first], lane_dim<kDim>());
+      }
+      LaneCodes codes;
+      encode_tiers_part<kDim>(c, at, t.side, part, raw, &codes);
+      if (is_there) store_lane_codes<kDim>(page, first_slot + i - t.first, part, codes);
     }
   }
   const TiersDraft& draft = c.scratch.drafts[t.row];
-  const int32_t slot = (t.end - 1) % tokens;
+  const int32_t slot = first_slot + t.end - 1 - t.first;
   if (t.end != draft.after.tokens[t.side] || t.end - 1 - slot < draft.before.tokens[t.side]) return;
 #pragma unroll 1
   for (int32_t tile = slot / kTileTokens + 1; tile < page.layout->tiles(); ++tile) {
-    clear_tile_side(page, tile, part);
+    clear_tile_side<kDim>(page, tile, part);
   }
 }
 
