@@ -19,7 +19,6 @@ __device__ __forceinline__ int32_t grid_thread() {
 // A thread per entry of the chunk and per table row of its sequences.
 inline __global__ void __launch_bounds__(kCountThreads)
     count_kernel(const __grid_constant__ CountCall c, const __grid_constant__ IdChunk ids) {
-  let_next_kernel_start();
   wait_for_previous_kernel();
   const int32_t i = grid_thread(), threads = c.threads_of_sequence();
   if (i >= c.count * threads) return;

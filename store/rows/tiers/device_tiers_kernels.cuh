@@ -342,7 +342,6 @@ __device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row, 
 // Steps: a thread a row.
 __global__ void __launch_bounds__(kTiersThreads)
     plan_tiers_kernel(const __grid_constant__ TiersCall c) {
-  let_next_kernel_start();
   wait_for_previous_kernel();
   const auto row = static_cast<int32_t>(blockIdx.x * kTiersThreads + threadIdx.x);
   if (row < c.num_rows) plan_tiers_row(c, row, nullptr);
