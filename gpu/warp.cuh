@@ -29,9 +29,5 @@ __device__ __forceinline__ int32_t warp_of_grid() {
 __device__ __forceinline__ StatusCode greater(StatusCode a, StatusCode b) {
   return a > b ? a : b;
 }
-// In all lanes.
-__device__ __forceinline__ StatusCode worst_of_warp(StatusCode code) {
-  return static_cast<StatusCode>(__reduce_max_sync(kFullWarp, static_cast<int32_t>(code)));
-}
 
 }  // namespace tierkv

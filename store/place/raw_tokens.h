@@ -78,14 +78,18 @@ struct RawTokens {
   const float* significance = nullptr;  // [tokens]; null: unknown
   DType dtype = DType::kFloat16;
 
-  // fp16. The position is in the ring or in the chunk.
-  TKV_HD uint16_t half_at(Component c, int32_t position, int32_t dim) const {
+  // The elements of a token, in the ring or in the chunk, and their type.
+  TKV_HD const uint16_t* token(Component c, int32_t position) const {
     if (position < held) {
-      return reinterpret_cast<const uint16_t*>(raw + layout.token_byte(c, position))[dim];
+      return reinterpret_cast<const uint16_t*>(raw + layout.token_byte(c, position));
     }
-    const uint16_t x =
-        (c == Component::kKey ? k : v)[(position - held) * token_stride + int64_t{dim}];
-    return dtype == DType::kFloat16 ? x : float_to_half(bfloat16_to_float(x));
+    return (c == Component::kKey ? k : v) + (position - held) * token_stride;
+  }
+  TKV_HD DType type_of(int32_t position) const { return position < held ? DType::kFloat16 : dtype; }
+  // As fp16.
+  TKV_HD uint16_t half_at(Component c, int32_t position, int32_t dim) const {
+    const uint16_t x = token(c, position)[dim];
+    return type_of(position) == DType::kFloat16 ? x : float_to_half(bfloat16_to_float(x));
   }
   TKV_HD Importance importance(int32_t position) const {
     if (position < held) {

@@ -3,6 +3,7 @@
 // host memory: bytes, and attention over bodies.
 #include <gtest/gtest.h>
 
+#include "codec/format/rotation.h"
 #include "tests/engine/support/channel_pages.h"
 #include "tests/engine/support/tiers_pages.h"
 #include "tests/support/emulator/runtime/cuda_runtime.h"
@@ -49,6 +50,29 @@ TEST_F(EmulatedRows, TiersAreTheHosts) {
     few.add();
     few.spoil(0, config.window_tokens + config.sink_tokens + pick(1, kMaxStepTokens));
     if (HasFatalFailure()) return;
+  }
+}
+
+// Zeros that stand for them, less these means, would not fit into any code.
+TEST_F(EmulatedRows, TokensThatArePrunedReportNothing) {
+  for (const int32_t head_dim : {64, 128}) {
+    StoreConfig config = tiers_config(head_dim, 2000, false, &rng_);
+    auto& tiers = std::get<TiersFormat>(config.format);
+    tiers.classes = {{token_wise_tier(4, 4), token_wise_tier(4, 4), 1e30, 1e30}};
+    tiers.class_of_head.clear();
+    auto profile = std::make_shared<Profile>(*random_profile(config.layout, {}, &rng_));
+    const std::vector<float> signs = hadamard_signs(head_dim);
+    for (RowProfile& row : profile->rows) {
+      for (int32_t d = 0; d < head_dim; ++d) row.key_mean[d] = 60000 * signs[d];
+    }
+    config.profile = profile;
+    RowsTwin twin(config, &memory_, make_device_tiers_rows, tiers_page_bytes, &rng_);
+    twin.add(), twin.add();
+    const int32_t raw = config.window_tokens + config.sink_tokens;
+    for (const int32_t tokens : {raw + 1, 1, kMaxStepTokens, 100}) {
+      twin.extend({0, 1}, tokens, pick(0, 1) == 1);
+      if (HasFatalFailure()) return;
+    }
   }
 }
 

@@ -359,22 +359,17 @@ __global__ void __launch_bounds__(32 * kChunkPlanWarps)
 // Eight elements of a raw token, from `dim` on, as fp16.
 __device__ __forceinline__ uint4 raw_eight(const RawTokens& tokens, Component part,
                                            int32_t position, int32_t dim) {
-  if (position < tokens.held) {
-    return *reinterpret_cast<const uint4*>(tokens.raw + tokens.layout.token_byte(part, position) +
-                                           2 * dim);
-  }
-  const uint16_t* chunk = part == Component::kKey ? tokens.k : tokens.v;
-  const int64_t in_chunk = (position - tokens.held) * tokens.token_stride;
-  const auto words = *reinterpret_cast<const uint4*>(chunk + in_chunk + dim);
-  return tokens.dtype == DType::kBFloat16 ? four_bfloats_to_halves(words) : words;
+  const auto words = *reinterpret_cast<const uint4*>(tokens.token(part, position) + dim);
+  if (tokens.type_of(position) == DType::kFloat16) return words;
+  return four_bfloats_to_halves(words);
 }
 
 // One component of raw tokens, each of a row and side of its own, as codes. What a format cannot
-// hold becomes 0 and a fault. A token that is not there has zeros.
+// hold becomes 0 and a fault.
 template <int32_t kDim>
 __device__ __forceinline__ void encode_tiers_part(const TiersCall& c, const TiersPlace& at,
                                                   int32_t side, Component part, const uint4& raw,
-                                                  LaneCodes* codes) {
+                                                  bool is_there, LaneCodes* codes) {
   const auto i = static_cast<int32_t>(part);
   const RowClass& row_class = at.of_class();
   LaneValues x;
@@ -396,7 +391,7 @@ __device__ __forceinline__ void encode_tiers_part(const TiersCall& c, const Tier
   const LaneFormat format = {row_class.layout[side].tile(part).type, row_class.rule[side][i],
                              DType::kFloat16};
   const StatusCode code = encode_lane<kDim>(format, x, codes);
-  if (code == StatusCode::kOk) return;
+  if (code == StatusCode::kOk || !is_there) return;
   *codes = {};
   if (lane_of_token<kDim>() == 0) report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
 }
@@ -446,7 +441,8 @@ __global__ void __launch_bounds__(kTiersThreads, 8)
     }
 #pragma unroll
     for (int32_t part = 0; part < 2; ++part) {
-      encode_tiers_part<kDim>(c, at, side, static_cast<Component>(part), raw[part], &codes[part]);
+      encode_tiers_part<kDim>(c, at, side, static_cast<Component>(part), raw[part], is_kept(tier),
+                              &codes[part]);
     }
   }
   const int32_t index = before + __popc(positions_of(draft.tiers, tier) & word_mask(0, i));

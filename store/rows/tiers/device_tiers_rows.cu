@@ -12,6 +12,8 @@
 namespace tierkv::store {
 namespace {
 
+constexpr int64_t kMostWarpTokens = kWarpTokens<64>;
+
 // That hold so many tokens.
 template <int32_t kDim>
 int64_t warps_for(int64_t tokens) {
@@ -115,7 +117,9 @@ TiersCall DeviceTiersRows::call_of(const DeviceWorks& works) const {
 template <class Kernel, class Call>
 Status DeviceTiersRows::launch(Kernel kernel, int64_t warps, const Call& call, const char* what,
                                size_t shared_bytes) const {
-  if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
+  if (warps > INT32_MAX / kMostWarpTokens) {
+    return Status(StatusCode::kOutOfRange, "too many tokens in a call");
+  }
   return launch_after_previous(kernel, ctas_for(warps, kTiersWarps), kTiersThreads, shared_bytes,
                                stream_, call)
       .with_context(what);

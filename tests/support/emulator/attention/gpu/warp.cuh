@@ -19,8 +19,5 @@ inline int32_t warp_of_grid() {
 inline StatusCode greater(StatusCode a, StatusCode b) {
   return a > b ? a : b;
 }
-inline StatusCode worst_of_warp(StatusCode code) {
-  return static_cast<StatusCode>(__reduce_max_sync(kFullWarp, static_cast<int32_t>(code)));
-}
 
 }  // namespace tierkv
