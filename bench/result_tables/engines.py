@@ -28,6 +28,17 @@ def kv_store():
     return f"{r['gpu']}, commit {r['commit'][:7]}, {r['replays']} replays.\n\n" + markdown(["what", "of", "us: median [p10, p90]"], rows)
 
 
+@table
+def kv_store_h200():
+    r = result("kv_store_h200.json")
+    before = {(m["name"], m["shape"]): m["median_us"] for m in r["before"]["results"]}
+    kinds = ("attention", "attend k", "step", "begin", "prompt", "encode")
+    rows = [[m["name"], m["shape"], f"{before[m['name'], m['shape']]:.1f}", f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"]
+            for m in r["results"] if m["name"].startswith(kinds)]
+    commits = [r["before"]["commit"][:7], r["commit"][:7]]
+    return f"{r['gpu']}, {r['replays']} replays, us.\n\n" + markdown(["what", "of", commits[0], f"{commits[1]}: median [p10, p90]"], rows)
+
+
 def by_layer(format):
     """k4v4,7=k8v4,18=k8v4 as k4v4, layers 7, 18 k8v4."""
     most, *others = format.split(",")
