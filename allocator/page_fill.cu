@@ -110,8 +110,8 @@ __device__ void fork_items(const OpLaunch& x, const GroupPlans& group) {
   }
 }
 
-// The kernel behind it may start at once. It runs when all CTAs of this one do, and they began when
-// all work before the operation had ended.
+// The kernel behind it can start once every CTA of this one has started, and they started when all
+// work before the operation had ended.
 template <PageOpKind kKind>
 __global__ void __launch_bounds__(kGroupThreads, 8)
     fill_kernel(const __grid_constant__ OpLaunch x) {

@@ -105,4 +105,5 @@ TKV_HD uint32_t pack_word_2(const BlockCodes& even, const BlockCodes& odd) {
 TKV_HD constexpr int32_t fragment_code_word(int32_t bits, int32_t block, int32_t th) {
   return bits == 8 ? 2 * block + th : bits == 4 ? block : block / 2;
 }
+
 }  // namespace tierkv

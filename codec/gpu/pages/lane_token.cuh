@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_lane_values(const uint16_t* row, DType dtyp
 template <int32_t kDim>
 __device__ __forceinline__ void load_lane_floats(const float* row, LaneValues& x) {
   const bool is_there = row != nullptr && has_dims<kDim>();
-  const float* from = row + lane_dim<kDim>();
+  const float* from = is_there ? row + lane_dim<kDim>() : nullptr;
 #pragma unroll
   for (int32_t i = 0; i < kLaneDims; i += 4) {
     float4 y = {0.0f, 0.0f, 0.0f, 0.0f};

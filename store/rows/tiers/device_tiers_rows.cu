@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kMostWarpTokens = kWarpTokens<64>;
 
-// That hold so many tokens.
+// Warps that hold so many tokens.
 template <int32_t kDim>
 int64_t warps_for(int64_t tokens) {
   return (tokens + kWarpTokens<kDim> - 1) / kWarpTokens<kDim>;
