@@ -60,8 +60,9 @@ Status launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_
 }
 
 // The kernel must call wait_for_previous_kernel() before it touches memory that earlier work may
-// write. Code in which that does nothing is launched without overlap: a kernel before it, which may
-// be anybody's, could otherwise let it start before its data is there.
+// write, unless a contract says that this work has ended when it starts. Code in which that does
+// nothing is launched without overlap: a kernel before it, which may be anybody's, could otherwise
+// let it start before its data is there.
 template <class... Parameters, class... Arguments>
 Status launch_after_previous(void (*kernel)(Parameters...), dim3 grid, dim3 block,
                              size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {

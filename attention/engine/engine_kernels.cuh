@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Block tables to rows of the page table, and ragged queries to the order and coordinates that
-// attention takes, and back. A warp takes a vector of one head.
+// attention takes, and back. A warp takes as many vectors of one head as it holds (lane_token.cuh).
 //
 // Bound: memory, a few microseconds a launch. Queries and outputs of a decode step are small beside
 // the cache that is read for them.
@@ -34,12 +34,13 @@ __global__ void __launch_bounds__(kEngineThreads)
   }
 }
 
-// What some lanes work on: query j of an entry, of one head. Behind the last vector: of the last.
+// What the lanes of a vector work on: query j of an entry, of one head. Lanes that have no vector
+// stand at the last one.
 struct LaneQuery {
   int64_t vector;  // of what is packed
   int32_t entry, j, head;
   int64_t token;  // -1: there is none
-  bool is_there;  // not behind the last
+  bool is_there;  // false: the lanes have no vector
 };
 template <int32_t kDim>
 __device__ __forceinline__ LaneQuery lane_query(const EngineQueries& q) {
@@ -105,7 +106,8 @@ __device__ __forceinline__ float mean_product(const EngineQueries& q, const Lane
   return sum_of_token<kDim>(sum);
 }
 
-// The output and the log-sum-exp of a shared row's column, joined from its parts.
+// The output and the log-sum-exp of a shared row's column, joined from its parts. Lanes without
+// dims join the first ones, for nobody.
 template <int32_t kDim>
 __device__ __forceinline__ float join_parts(const JoinedParts& parts, LaneValues& x) {
   constexpr int32_t kBatch = 4;  // parts in flight

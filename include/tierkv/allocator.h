@@ -225,8 +225,9 @@ struct DeviceWorkspace {
   size_t bytes = 0;
 };
 
-// Two to five kernels on `stream`. kInvalidArgument as above, kBufferTooSmall, kCuda when a launch
-// fails.
+// Two to five kernels on `stream`. A kernel that the caller launches behind them with programmatic
+// stream serialization may start before the tables are written, and has to wait for that.
+// kInvalidArgument as above, kBufferTooSmall, kCuda when a launch fails.
 TKV_API Status run_page_op_device(const PageAllocator& a, const PageOp& op,
                                   const DeviceWorkspace& workspace, GpuStream stream);
 

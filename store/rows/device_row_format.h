@@ -173,8 +173,8 @@ class DeviceRowFormat {
   // The tables hold what the plan asked for; works as plan() got them, nothing in between. `copies`
   // [count * rows_per_sequence * kMaxSides], null where nothing was truncated. One kernel commits
   // the works. A format may launch none where nothing can leave (most_leaving is 0); the place does
-  // not call it then. What plan() wrote, and all before it, is complete before the first kernel
-  // waits for the page operation.
+  // not call it then. The first kernel may start while pages are still dealt. Then plan() and all
+  // work before it have ended, and the kernel must wait before it reads tables or writes anything.
   virtual Status write(const DeviceWorks& works, const PageCopy* copies) = 0;
 
   // Attention over the bodies of a layer, joined with what `out` holds (PriorAttention): out and

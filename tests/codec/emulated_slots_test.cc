@@ -218,6 +218,45 @@ TEST_F(EmulatedSlots, ReflectionsHaveTheBitsOfTheHost) {
   }
 }
 
+// Rows that begin at any element, and what lies beside them.
+TEST_F(EmulatedSlots, RowsLieAtAnyAddress) {
+  constexpr int32_t kBeside = 8;
+  for (const int32_t head_dim : kHeadDims) {
+    for (int32_t shift = 0; shift < kBeside; ++shift) {
+      with_head_dim(head_dim, [&]<int32_t kDim>() {
+        constexpr int32_t kRow = kDim + 1;  // elements from a row to the next
+        std::vector<uint16_t> given(kWarpTokens<kDim> * kRow + 2 * kBeside), copied(given.size());
+        std::vector<float> floats(given.size()), seen(kWarpTokens<kDim> * kDim);
+        for (size_t i = 0; i < given.size(); ++i) {
+          given[i] = static_cast<uint16_t>(rng_() & 0xbfff);  // finite fp16
+          copied[i] = 0x7fff;
+          floats[i] = half_to_float(given[i]);
+        }
+        std::vector<uint16_t> expected = copied;
+        emulator::cta().run(0, 32, [&] {
+          const int32_t first = shift + token_of_lane<kDim>() * kRow;
+          LaneValues x, y;
+          load_lane_values<kDim>(&given[first], DType::kFloat16, true, x);
+          load_lane_floats<kDim>(&floats[first], y);
+          for (int32_t i = 0; i < kLaneDims; ++i) x[i] = x[i] == y[i] ? x[i] : NAN;
+          put<kDim>(x, seen);
+          if (!has_dims<kDim>()) return;
+          const uint4 words = load_eight(&given[first + lane_dim<kDim>()]);
+          store_eight(&copied[first + lane_dim<kDim>()], {words.x, words.y, words.z, words.w});
+        });
+        for (int32_t t = 0; t < kWarpTokens<kDim>; ++t) {
+          for (int32_t d = 0; d < kDim; ++d) {
+            const int32_t at = shift + t * kRow + d;
+            expected[at] = given[at];
+            ASSERT_EQ(seen[t * kDim + d], floats[at]) << kDim;
+          }
+        }
+        ASSERT_EQ(copied, expected) << kDim;
+      });
+    }
+  }
+}
+
 // Tokens of a warp go into pages of formats of their own, each into its own codes alone, and come
 // back from there. A value that a type does not hold leaves other tokens of the warp alone.
 TEST_F(EmulatedSlots, TokensOfAWarpHaveFormatsOfTheirOwn) {

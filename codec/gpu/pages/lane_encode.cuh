@@ -211,7 +211,7 @@ struct NeighbouringCodes {
       lane_bytes = (next - first.byte) / lanes;
     }
   }
-  // Of the dim i behind the first.
+  // The code of dim `dim + i`.
   __device__ __forceinline__ CodePosition at(int32_t i) const {
     return {first.byte + lane_bytes * (is_key ? i / 2 : 4 * i),
             first.bit + (is_key ? i % 2 * 16 : 0)};

@@ -47,7 +47,7 @@ __device__ __forceinline__ void flip_signs(const Rotation& r, LaneValues& x) {
   }
 }
 
-// A vector of which the warp's tokens agree whether it is rotated.
+// All tokens of the warp are rotated, or none.
 template <int32_t kDim>
 __device__ __forceinline__ void rotate(const Rotation& r, LaneValues& x) {
   if (!r.is_on) return;

@@ -3,8 +3,8 @@
 // eight to a lane. Queries and outputs are vectors of the same kind.
 //
 // Lane l of a token's kTokenLanes holds the dims from 8 l on: 16 bytes of elements in memory. All
-// lanes of a warp call these functions together. What differs between its tokens is data, and none
-// of them is left out: one that is not there holds zeros.
+// lanes of a warp call these functions together, also where a token is not there; it holds zeros
+// then.
 #pragma once
 
 #include <cstdint>

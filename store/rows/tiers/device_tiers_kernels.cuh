@@ -365,11 +365,12 @@ __device__ __forceinline__ uint4 raw_eight(const RawTokens& tokens, Component pa
 }
 
 // One component of raw tokens, each of a row and side of its own, as codes. What a format cannot
-// hold becomes 0 and a fault.
+// hold becomes 0; the status says so, the same in all lanes of a token.
 template <int32_t kDim>
-__device__ __forceinline__ void encode_tiers_part(const TiersCall& c, const TiersPlace& at,
-                                                  int32_t side, Component part, const uint4& raw,
-                                                  bool is_there, LaneCodes* codes) {
+__device__ __forceinline__ StatusCode encode_tiers_part(const TiersCall& c, const TiersPlace& at,
+                                                        int32_t side, Component part,
+                                                        const uint4& raw, bool is_there,
+                                                        LaneCodes* codes) {
   const auto i = static_cast<int32_t>(part);
   const RowClass& row_class = at.of_class();
   LaneValues x;
@@ -391,9 +392,16 @@ __device__ __forceinline__ void encode_tiers_part(const TiersCall& c, const Tier
   const LaneFormat format = {row_class.layout[side].tile(part).type, row_class.rule[side][i],
                              DType::kFloat16};
   const StatusCode code = encode_lane<kDim>(format, x, codes);
-  if (code == StatusCode::kOk || !is_there) return;
+  if (code == StatusCode::kOk || !is_there) return StatusCode::kOk;
   *codes = {};
-  if (lane_of_token<kDim>() == 0) report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
+  return code;
+}
+
+template <int32_t kDim>
+__device__ __forceinline__ void report_token(const TiersCall& c, const TiersPlace& at,
+                                             StatusCode code) {
+  if (code == StatusCode::kOk || lane_of_token<kDim>() != 0) return;
+  report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
 }
 
 // Behind the last token of a side, the last of `written`: the slots of its tile, unless the token
@@ -412,9 +420,9 @@ __device__ __forceinline__ void clear_behind(const PageRef& page, int32_t slot, 
   }
 }
 
-// Grid of warps: most_leaving tokens of every row. What comes before the wait reads drafts and raw
-// tokens alone: the kernels that deal pages start one another behind the plan's end (PageOp::grow),
-// so that tokens are coded meanwhile.
+// Grid of warps: most_leaving tokens of every row. Tokens are coded while pages are dealt: the plan
+// has ended when this kernel starts (DeviceRowFormat::write()), and nothing is written before the
+// wait.
 template <int32_t kDim>
 __global__ void __launch_bounds__(kTiersThreads, 8)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
@@ -430,6 +438,7 @@ __global__ void __launch_bounds__(kTiersThreads, 8)
   const int32_t side = side_of(tier);
   const int32_t before = whole->before.tokens[side], after = whole->after.tokens[side];
   LaneCodes codes[2];
+  auto found = StatusCode::kOk;
   {
     const RawTokens tokens =
         raw_tokens(c.view.raw, c.view.raw_row(draft.slot, draft.layer, draft.kv_head), draft.held,
@@ -441,14 +450,16 @@ __global__ void __launch_bounds__(kTiersThreads, 8)
     }
 #pragma unroll
     for (int32_t part = 0; part < 2; ++part) {
-      encode_tiers_part<kDim>(c, at, side, static_cast<Component>(part), raw[part], is_kept(tier),
-                              &codes[part]);
+      const StatusCode code = encode_tiers_part<kDim>(c, at, side, static_cast<Component>(part),
+                                                      raw[part], is_kept(tier), &codes[part]);
+      if (found == StatusCode::kOk) found = code;
     }
   }
   const int32_t index = before + __popc(positions_of(draft.tiers, tier) & word_mask(0, i));
   wait_for_previous_kernel();
   commit(c.works);
   if (!c.works.has_pages()) return;
+  report_token<kDim>(c, at, found);
   constexpr int32_t kStateLanes = sizeof(TiersRow) / sizeof(uint4);
   if (leaves && i == 0 && lane_of_token<kDim>() < kStateLanes) {
     reinterpret_cast<uint4*>(at.state())[lane_of_token<kDim>()] =

@@ -142,7 +142,8 @@ __device__ __forceinline__ void write_tiers_tile(const TiersCall& c, const Tiers
         raw = raw_eight(from, part, positions[i - t.first], lane_dim<kDim>());
       }
       LaneCodes codes;
-      encode_tiers_part<kDim>(c, at, t.side, part, raw, is_there, &codes);
+      const StatusCode code = encode_tiers_part<kDim>(c, at, t.side, part, raw, is_there, &codes);
+      report_token<kDim>(c, at, code);
       if (is_there) store_lane_codes<kDim>(page, first_slot + i - t.first, part, codes);
     }
   }
