@@ -270,7 +270,8 @@ class TKV_API KvStore final {
 
   // Those that begin() has announced included.
   Result<int32_t> num_tokens(SequenceId sequence);
-  // Pages, shared ones included, and the slot.
+  // Pages, shared ones included, and the slot. On a device bytes_held() and usage() wait for the
+  // stream.
   Result<int64_t> bytes_held(SequenceId sequence);
   Result<StoreUsage> usage();
   // Pages that are free for sure once every call has run: for the admission of requests. Waits for

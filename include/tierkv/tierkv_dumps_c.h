@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-/* Called now and then with the fraction that is done, from the thread that made the call. */
+/* Called now and then with the fraction that is done, from any thread, one call at a time. */
 typedef struct tkv_progress {
   size_t struct_size;
   void (*update)(void* user, double fraction);

@@ -178,7 +178,7 @@ TKV_API tkv_status tkv_kv_num_tokens(tkv_kv_store* store, tkv_sequence_id sequen
                                      tkv_error* error);
 /* Pages that are free for sure once every call has run. Waits for nothing. */
 TKV_API tkv_status tkv_kv_free_pages(tkv_kv_store* store, int64_t* pages, tkv_error* error);
-/* Pages, shared ones included, and what a sequence takes beside them. */
+/* Pages, shared ones included, and what a sequence takes beside them. Waits for a device. */
 TKV_API tkv_status tkv_kv_bytes_held(tkv_kv_store* store, tkv_sequence_id sequence, int64_t* bytes,
                                      tkv_error* error);
 
@@ -199,6 +199,7 @@ typedef struct tkv_kv_usage {
   int64_t nominal_bytes; /* raw tokens; codes, exponents, means and directories of the body */
   int64_t missing_pages; /* what the last call with TKV_OUT_OF_PAGES lacked */
 } tkv_kv_usage;
+/* Waits for a device. */
 TKV_API tkv_status tkv_kv_get_usage(tkv_kv_store* store, tkv_kv_usage* usage, tkv_error* error);
 
 TKV_API tkv_status tkv_kv_export_sequence(tkv_kv_store* store, tkv_sequence_id sequence,

@@ -241,13 +241,13 @@ class KvStore(lib.Owner):
         return pages.value
 
     def bytes_held(self, sequence: int) -> int:
-        """Pages, shared ones included, and what the sequence takes beside them."""
+        """Pages, shared ones included, and what the sequence takes beside them. Waits for a GPU."""
         held = ctypes.c_int64()
         self._call("tkv_kv_bytes_held", _id(sequence), held)
         return held.value
 
     def usage(self) -> StoreUsage:
-        """What the store holds now."""
+        """What the store holds now. Waits for a GPU."""
         u = lib.KvUsage()
         self._call("tkv_kv_get_usage", u)
         return StoreUsage(*(getattr(u, name) for name, *_ in u._fields_[1:]))
