@@ -58,7 +58,7 @@ Status read_tiers(const tkv_tiers_format* in, BodyFormat* out) {
     if (Status s = read_struct(f.classes[i], "tier class", &c); !s) return s;
     if (Status s = read_tier_format(c.high, "high", &t.high); !s) return s;
     if (Status s = read_tier_format(c.low, "low", &t.low); !s) return s;
-    t.alpha_high = c.alpha_high;
+    if (c.alpha_high != 0) t.alpha_high = c.alpha_high;
     t.alpha_low = c.alpha_low;
     t.share = c.share;
   }

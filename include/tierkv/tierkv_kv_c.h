@@ -49,9 +49,9 @@ typedef struct tkv_tier_class {
   size_t struct_size;
   const tkv_tier_format* high; /* null: 8-bit keys, 4-bit values */
   const tkv_tier_format* low;  /* null: 4-bit keys, 2-bit values */
-  double alpha_high; /* i * significance >= alpha_high: high; every field counts as it is given */
-  double alpha_low;  /* i * significance < alpha_low: pruned */
-  double share;      /* of the heads, most sensitive first; the last class takes the rest */
+  double alpha_high;           /* i * significance >= alpha_high: high; 0: 1 */
+  double alpha_low;            /* i * significance < alpha_low: pruned */
+  double share; /* of the heads, most sensitive first; the last class takes the rest */
 } tkv_tier_class;
 
 /* Fixed widths by importance. */

@@ -43,6 +43,13 @@ def real(value: Any, name: str) -> float:
         raise ArgumentTypeError(f"{name}: {value!r} is not a number") from None
 
 
+def not_zero(values: Dict[str, Any]) -> None:
+    """InvalidArgumentError for a 0 that the C ABI would take for a default."""
+    for name, value in values.items():
+        if value == 0:
+            raise InvalidArgumentError(f"{name} is 0")
+
+
 class Struct(ctypes.Structure):
     """A struct of the C ABI; its size is set when it is made. Its integers are checked."""
 

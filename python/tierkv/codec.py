@@ -98,6 +98,7 @@ class PageChoice:
 
 def choose_page_bytes(formats: Iterable[PageFormat], max_waste: float = 0.06, min_tokens: int = 64) -> PageChoice:
     """The page size that serves all formats of a pool."""
+    lib.not_zero({"max_waste": max_waste, "min_tokens": min_tokens})
     formats = list(formats)
     structs = (lib.PageFormatStruct * len(formats))()
     for i, f in enumerate(formats):
@@ -189,6 +190,7 @@ class Codebook(lib.Owner):
     @classmethod
     def build(cls, codes: ArrayLike, component: str = "key", max_length: int = 12) -> "Codebook":
         """The codebook that suits codes [tokens, head_dim] of a component ("key" or "value")."""
+        lib.not_zero({"max_length": max_length})
         c = shaped(integers(codes, np.int16, "codes"), (None, None), "codes")
         spec = lib.CodebookSpec(component=_component(component), head_dim=c.shape[1], max_length=max_length)
         handle = ctypes.c_void_p()

@@ -173,9 +173,8 @@ class StoreConfig:
 
 def _format(format: BodyFormat) -> Dict[str, Any]:
     """The field of the config's struct."""
-    for name in ("max_length", "streams_per_lane", "key_books", "k_bits", "v_bits", "block_tokens"):
-        if getattr(format, name, None) == 0:  # the C ABI takes it for the default
-            raise InvalidArgumentError(f"format: {name} is 0")
+    lib.not_zero({f"format: {name}": getattr(format, name, None)
+                  for name in ("max_length", "streams_per_lane", "key_books", "k_bits", "v_bits", "block_tokens")})
     if isinstance(format, CodedFormat):
         return {"coded": ctypes.pointer(lib.CodedFormatStruct(**dataclasses.asdict(format)))}
     if isinstance(format, ChannelFormat):
@@ -184,6 +183,7 @@ def _format(format: BodyFormat) -> Dict[str, Any]:
         raise ArgumentTypeError(f"format: {type(format).__name__} is not CodedFormat, TiersFormat or ChannelFormat")
     if not isinstance(format.classes, Iterable) or not all(isinstance(c, TierClass) for c in format.classes):
         raise ArgumentTypeError(f"format: classes {format.classes!r} are not a tuple of TierClass")
+    lib.not_zero({f"format: alpha_high of class {i}": c.alpha_high for i, c in enumerate(format.classes)})
     classes = [ctypes.pointer(lib.TierClassStruct(high=ctypes.pointer(c.high._struct()), low=ctypes.pointer(c.low._struct()),
                                                   alpha_high=c.alpha_high, alpha_low=c.alpha_low, share=c.share)) for c in format.classes]
     if not classes:

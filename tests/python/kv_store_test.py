@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tierkv.KvStore on the host: arrays in and out, attention beside NumPy's, turns, forks, bytes, what is refused."""
+import ctypes
 import os
 import pickle
 import re
@@ -7,11 +8,13 @@ import sys
 import unittest
 from copy import copy as shallow
 from copy import deepcopy
+from unittest import mock
 
 import numpy as np
 
 sys.path.insert(0, sys.argv.pop(1))
 import tierkv  # noqa: E402
+from tierkv import _library as lib  # noqa: E402
 from tierkv.kv_store import ChannelFormat, CodedFormat, KvStore, StoreConfig, TierClass, TierFormat, TiersFormat, preset  # noqa: E402
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -208,7 +211,7 @@ class Refused(KvStoreTest):
                                (dict(dtype="float64"), ValueError), (dict(dtype="float32"), ValueError), (dict(rope="halves"), TypeError), (dict(raw_layers=1), TypeError),
                                (dict(raw_layers=(0.7,)), TypeError), (dict(raw_layers=(2**32,)), tierkv.InvalidArgumentError),
                                (dict(format=CodedFormat(max_length=0)), ValueError), (dict(format="small"), TypeError), (dict(sink_tokens=-1), ValueError),
-                               (dict(format=TiersFormat(())), ValueError), (dict(format=TiersFormat((1,))), tierkv.ArgumentTypeError),
+                               (dict(format=TiersFormat(())), ValueError), (dict(format=TiersFormat((TierClass(alpha_high=0),))), ValueError), (dict(format=TiersFormat((1,))), tierkv.ArgumentTypeError),
                                (dict(sm_scale="1"), tierkv.ArgumentTypeError), (dict(format=TiersFormat(None)), tierkv.ArgumentTypeError), (dict(memory_bytes=1), tierkv.OutOfRangeError),
                                (dict(format=ChannelFormat(v_bits=0)), ValueError), (dict(format=ChannelFormat(block_tokens=0)), ValueError),
                                (dict(format=ChannelFormat(k_bits=3)), tierkv.TierkvError), (dict(max_tokens=2**40), tierkv.InvalidArgumentError),
@@ -224,6 +227,17 @@ class Refused(KvStoreTest):
             self.assertRegex(str(e), "without CUDA")
         except tierkv.CudaError as e:
             self.assertRegex(str(e), "^create_device: ")
+
+    def test_a_zeroed_class_of_c_is_the_default(self):
+        given = config(format=TiersFormat()).with_memory()
+        zeroed = given._struct()
+        zeroed.tiers.contents.classes[0] = ctypes.pointer(lib.TierClassStruct())
+        with mock.patch.object(StoreConfig, "_struct", lambda self: zeroed):
+            other = KvStore(given)
+        with other, KvStore(given) as store:
+            id = store.add_sequence()
+            self.fill(store, id, 5)
+            other.import_sequence(store.export_sequence(id))  # refused where a setting differs
 
     def test_values_beyond_a_format_name_their_positions(self):
         for name, longest in (("k8v4", 1), ("small", 64)):
