@@ -72,18 +72,6 @@ Status decode_head(const CacheDecoder& decoder, const tkv_layer& layer, int32_t 
   return Status::ok();
 }
 
-// Every kv_head of a layer; the first failure in their order.
-Status decode_heads(const CacheDecoder& decoder, const tkv_layer& layer, int32_t threads) {
-  std::vector<Status> status(decoder.model().layout.num_kv_heads);
-  parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t head) {
-    status[head] = decode_head(decoder, layer, static_cast<int32_t>(head));
-  });
-  for (const Status& s : status) {
-    if (!s) return s;
-  }
-  return Status::ok();
-}
-
 Status decode_layer(const tkv_container* container, const tkv_layer* layer) {
   tkv_layer l;
   int32_t threads = 0;
@@ -93,12 +81,14 @@ Status decode_layer(const tkv_container* container, const tkv_layer* layer) {
   if (l.k == nullptr && l.v == nullptr && l.pruned == nullptr) {
     return invalid("k, v and pruned are all null");
   }
-  const int32_t layers = container->decoder.model().layout.num_layers;
-  if (l.layer < 0 || l.layer >= layers) {
-    return Status(StatusCode::kOutOfRange,
-                  "layer " + std::to_string(l.layer) + " is not one of " + std::to_string(layers));
+  const CacheLayout& layout = container->decoder.model().layout;
+  if (l.layer < 0 || l.layer >= layout.num_layers) {
+    return Status(StatusCode::kOutOfRange, "layer " + std::to_string(l.layer) + " is not one of " +
+                                               std::to_string(layout.num_layers));
   }
-  return decode_heads(container->decoder, l, threads);
+  return try_parallel_for(layout.num_kv_heads, threads, [&](int64_t head) {
+    return decode_head(container->decoder, l, static_cast<int32_t>(head));
+  });
 }
 
 }  // namespace

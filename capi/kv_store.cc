@@ -5,7 +5,6 @@
 #include "capi/profile_data.h"
 #include "capi/tier_format.h"
 #include "tierkv/profile.h"
-#include "tierkv/tierkv_kv_c.h"
 
 struct tkv_kv_store {
   std::unique_ptr<tierkv::KvStore> store;
@@ -13,24 +12,6 @@ struct tkv_kv_store {
 
 namespace tierkv::capi {
 namespace {
-
-Status read_rope(const tkv_rope* in, const CacheLayout& layout, std::vector<Rope>* out) {
-  if (in == nullptr) return Status::ok();
-  tkv_rope r;
-  if (Status s = read_struct(in, "rope", &r); !s) return s;
-  if (r.pairing < 0 || r.pairing > 2) return invalid("rope: pairing is unknown");
-  if (r.layers != 1 && r.layers != layout.num_layers) {
-    return invalid("rope: layers must be 1 or num_layers");
-  }
-  if (r.dims < 0 || r.dims > layout.head_dim) return invalid("rope: dims must be 0 to head_dim");
-  if (r.dims > 0 && r.inv_freq == nullptr) return invalid("rope: inv_freq is null");
-  for (int32_t i = 0; i < r.layers; ++i) {
-    const float* first = r.inv_freq + static_cast<int64_t>(i) * (r.dims / 2);
-    out->push_back({static_cast<RopePairing>(r.pairing), r.dims,
-                    std::vector<float>(first, first + r.dims / 2)});
-  }
-  return Status::ok();
-}
 
 Status read_coded(const tkv_coded_format* in, BodyFormat* out) {
   tkv_coded_format f;
@@ -102,7 +83,11 @@ Status read_config(const tkv_kv_config* in, StoreConfig* out) {
   out->layout.sm_scale = read_sm_scale(c.sm_scale, c.head_dim);
   if (Status s = read_dtype(c.dtype, &out->layout.dtype); !s) return s;
   if (Status s = out->layout.validate(); !s) return s;
-  if (Status s = read_rope(c.rope, out->layout, &out->rope); !s) return s;
+  if (c.rope != nullptr) {
+    tkv_rope r;
+    if (Status s = read_struct(c.rope, "rope", &r); !s) return s;
+    if (Status s = read_rope(r, "rope: ", out->layout, &out->rope); !s) return s;
+  }
   if (Status s = read_format(c, &out->format); !s) return s;
   if (c.profile != nullptr) {
     Result<std::shared_ptr<const Profile>> profile = make_profile(*c.profile);

@@ -7,6 +7,7 @@
 
 #include "capi/abi.h"
 #include "codec/policy/profile.h"
+#include "tierkv/tierkv_kv_c.h"
 
 namespace tierkv::capi {
 
@@ -41,18 +42,18 @@ inline constexpr SensitivityField kSensitivities[] = {
     {&tkv_profile_data::value_sensitivity, &Profile::value_sensitivity},
     {&tkv_profile_data::joint_sensitivity, &Profile::joint_sensitivity}};
 
-inline Status read_profile_rope(const tkv_profile_data& data, Profile* p) {
-  if (data.rope_pairing == -1) return Status::ok();
-  if (data.rope_pairing < 0 || data.rope_pairing > 2) return invalid("rope_pairing is unknown");
-  if (data.rope_layers != 1 && data.rope_layers != data.num_layers)
-    return invalid("rope_layers must be 1 or num_layers");
-  if (data.rope_dims < 0 || data.rope_dims > data.head_dim)
-    return invalid("rope_dims must be 0 to head_dim");
-  if (data.rope_dims > 0 && data.rope_inv_freq == nullptr) return invalid("rope_inv_freq is null");
-  for (int32_t i = 0; i < data.rope_layers; ++i) {
-    const float* begin = data.rope_inv_freq + static_cast<int64_t>(i) * (data.rope_dims / 2);
-    p->rope.push_back({static_cast<RopePairing>(data.rope_pairing), data.rope_dims,
-                       std::vector<float>(begin, begin + data.rope_dims / 2)});
+// `prefix` begins the names of fields.
+inline Status read_rope(const tkv_rope& r, const std::string& prefix, const CacheLayout& layout,
+                        std::vector<Rope>* out) {
+  if (r.pairing < 0 || r.pairing > 2) return invalid(prefix + "pairing is unknown");
+  if (r.layers != 1 && r.layers != layout.num_layers)
+    return invalid(prefix + "layers must be 1 or num_layers");
+  if (r.dims < 0 || r.dims > layout.head_dim) return invalid(prefix + "dims must be 0 to head_dim");
+  if (r.dims > 0 && r.inv_freq == nullptr) return invalid(prefix + "inv_freq is null");
+  for (int32_t i = 0; i < r.layers; ++i) {
+    const float* first = r.inv_freq + static_cast<int64_t>(i) * (r.dims / 2);
+    out->push_back({static_cast<RopePairing>(r.pairing), r.dims,
+                    std::vector<float>(first, first + r.dims / 2)});
   }
   return Status::ok();
 }
@@ -94,7 +95,11 @@ inline Status read_profile_data(const tkv_profile_data* in, Profile* p) {
   p->alpha_high = data.alpha_high;
   p->alpha_low = data.alpha_low;
   if (Status s = layout.validate(); !s) return s;
-  if (Status s = read_profile_rope(data, p); !s) return s;
+  const tkv_rope rope = {sizeof(tkv_rope), data.rope_pairing, data.rope_dims, data.rope_layers,
+                         data.rope_inv_freq};
+  if (data.rope_pairing != -1) {
+    if (Status s = read_rope(rope, "rope_", layout, &p->rope); !s) return s;
+  }
   return read_profile_arrays(data, p);
 }
 

@@ -11,14 +11,10 @@ namespace tierkv::capi {
 namespace {
 
 Status read_presets(const tkv_analyze_options& o, std::vector<analysis::Preset>* presets) {
-  std::vector<std::string> texts;
   if (o.num_presets > 0 && o.presets == nullptr) return invalid("presets is null");
   for (size_t i = 0; i < o.num_presets; ++i) {
     if (o.presets[i] == nullptr) return invalid("preset " + std::to_string(i) + " is null");
-    texts.emplace_back(o.presets[i]);
-  }
-  for (const std::string& text : texts) {
-    Result<analysis::Preset> preset = analysis::parse_preset(text);
+    Result<analysis::Preset> preset = analysis::parse_preset(o.presets[i]);
     if (!preset) return preset.status();
     presets->push_back(std::move(*preset));
   }

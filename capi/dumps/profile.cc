@@ -12,7 +12,6 @@
 #include "capi/profile_data.h"
 #include "datasets/profile_file.h"
 #include "tierkv/tierkv_dumps_c.h"
-#include "tools/analysis/scheme/row_basis.h"
 
 // The arrays of a profile, each in one piece.
 struct tkv_profile {
@@ -126,41 +125,6 @@ Status classes_of(const double* shares, int32_t num_shares,
   return Status::ok();
 }
 
-// Part `row` of an array of such parts.
-void put(const std::vector<float>& part, size_t row, float* array) {
-  if (array != nullptr) std::copy(part.begin(), part.end(), array + row * part.size());
-}
-
-Status check_component(const tkv_profile_component& c) {
-  if (c.component != TKV_KEY && c.component != TKV_VALUE) return invalid("component is unknown");
-  if (c.steps != nullptr && !(c.error > 0 && std::isfinite(c.error))) {
-    return invalid("error must be positive");
-  }
-  return Status::ok();
-}
-
-Status get_component(const tkv_profile* profile, const tkv_profile_component* in) {
-  tkv_profile_component c;
-  if (profile == nullptr) return invalid("profile is null");
-  if (Status s = read_struct(in, "component", &c); !s) return s;
-  const Profile& p = profile->profile;
-  if (Status s = check_component(c); !s) return s;
-  const auto part = static_cast<Component>(c.component);
-  const bool key = part == Component::kKey;
-  ComponentFormat format;
-  format.step = c.error;
-  for (size_t row = 0; row < p.rows.size(); ++row) {
-    const RowProfile& r = p.rows[row];
-    put(key ? r.key_mean : r.value_mean, row, c.means);
-    if (c.steps == nullptr) continue;
-    c.steps[row] = static_cast<float>(analysis::make_step(format, part, r, p.sm_scale));
-    if (!(c.steps[row] > 0 && std::isfinite(c.steps[row]))) {
-      return Status(StatusCode::kCorrupt, "row " + std::to_string(row) + " has no step");
-    }
-  }
-  return Status::ok();
-}
-
 }  // namespace
 }  // namespace tierkv::capi
 
@@ -197,11 +161,6 @@ tkv_status tkv_assign_classes(const double* shares, int32_t num_shares, const do
     const tierkv::Status s = capi::read_sensitivities(sensitivities, rows, &in);
     return s ? capi::classes_of(shares, num_shares, in, classes) : s;
   });
-}
-
-tkv_status tkv_profile_get_component(const tkv_profile* profile,
-                                     const tkv_profile_component* component, tkv_error* error) {
-  return capi::guarded(error, [&] { return capi::get_component(profile, component); });
 }
 
 }  // extern "C"

@@ -90,19 +90,6 @@ TKV_API tkv_status tkv_assign_classes(const double* shares, int32_t num_shares,
                                       const double* sensitivities, int32_t rows, int32_t* classes,
                                       tkv_error* error);
 
-/* One component of a profile, all rows in order (layer, kv_head). Null arrays are skipped. After
- * TKV_CORRUPT the arrays are unspecified. */
-typedef struct tkv_profile_component {
-  size_t struct_size;
-  tkv_component component;
-  double error; /* what steps aim at: of logits for keys, relative for values */
-  float* steps; /* out [rows] */
-  float* means; /* out [rows, head_dim] */
-} tkv_profile_component;
-TKV_API tkv_status tkv_profile_get_component(const tkv_profile* profile,
-                                             const tkv_profile_component* component,
-                                             tkv_error* error);
-
 typedef struct tkv_compress_options {
   size_t struct_size;
   const char* preset;

@@ -21,16 +21,16 @@ from .errors import (ArgumentTypeError, BufferTooSmallError, CorruptError, CudaE
                      NonFiniteError, NotFoundError, OutOfMemoryError, OutOfPagesError, OutOfRangeError, StaleSequenceError, TierkvError,
                      UnsupportedError, VersionError)
 from .kv_store import (Attention, ChannelFormat, CodedFormat, KvStore, StoreConfig, StoreUsage, TierClass, TierFormat, TiersFormat)
-from .profile import ComponentProfile, Profile, ProfileData, Rope, assign_classes, head_scales, read_profile, write_profile
+from .profile import ProfileData, Rope, assign_classes, head_scales, read_profile, write_profile
 from .prompt import lse, significance
 
 __version__: str = _core().dll.tkv_version().decode()
 
 __all__ = [
     "AnalysisResult", "ArgumentTypeError", "Attention", "BufferTooSmallError", "ChannelFormat", "Codebook", "CodedFormat",
-    "ComponentProfile", "CompressionResult", "Container", "ContainerInfo", "ContainerLayer", "ContainerSequence", "CorruptError",
+    "CompressionResult", "Container", "ContainerInfo", "ContainerLayer", "ContainerSequence", "CorruptError",
     "CudaError", "InputOutputError", "InvalidArgumentError", "KvStore", "NonFiniteError", "NotFoundError",
-    "OutOfMemoryError", "OutOfPagesError", "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens", "Profile",
+    "OutOfMemoryError", "OutOfPagesError", "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens",
     "ProfileData", "QuantizedRows", "Rope", "StaleSequenceError", "StoreConfig", "StoreUsage", "TierClass", "TierFormat",
     "TierThresholds", "TierkvError", "TiersFormat", "UnsupportedError", "VersionError", "__version__", "analyze", "assign_classes",
     "calibrate", "choose_page_bytes", "compress", "decode", "decompress", "dequantize", "encode", "head_scales", "lse", "quantize",

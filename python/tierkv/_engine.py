@@ -10,7 +10,6 @@ from typing import Any, Dict, List
 from . import _library as lib
 
 
-
 class EngineConfigStruct(lib.Struct):
     _fields_ = [("struct_size", c_size_t), ("num_q_heads", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32),
                 ("k_bits", c_int32), ("v_bits", c_int32), ("no_rotation", c_int32), ("dtype", c_int32), ("sm_scale", c_double),
@@ -52,7 +51,6 @@ _CONFIG, _LAYER, _TOKENS = POINTER(EngineConfigStruct), POINTER(EngineLayerStruc
 _BATCH, _QUERIES, _RANGES = POINTER(EngineBatchStruct), POINTER(EngineQueriesStruct), POINTER(EngineRangesStruct)
 FUNCTIONS: Dict[str, List[Any]] = {
     "tkv_engine_page_bytes": [_CONFIG, POINTER(c_int64)],
-    "tkv_engine_validate": [_CONFIG],
     "tkv_engine_create": [_CONFIG, POINTER(c_void_p)],
     "tkv_engine_create_host": [_CONFIG, POINTER(c_void_p)],
     "tkv_engine_workspace_bytes": [c_void_p, POINTER(c_size_t)],
@@ -69,11 +67,6 @@ FUNCTIONS: Dict[str, List[Any]] = {
 
 def _library() -> lib.Library:
     return lib.core()
-
-
-def validate(config: EngineConfigStruct) -> None:
-    """UnsupportedError, InvalidArgumentError with the field's name."""
-    _library().call("tkv_engine_validate", config)
 
 
 def page_bytes(config: EngineConfigStruct) -> int:

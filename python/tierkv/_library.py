@@ -223,10 +223,6 @@ class KvUsage(Struct):
         "slot_bytes", "raw_bytes", "nominal_bytes", "missing_pages"))]
 
 
-class ProfileComponent(Struct):
-    _fields_ = [("struct_size", c_size_t), ("component", c_int32), ("error", c_double), ("steps", c_void_p), ("means", c_void_p)]
-
-
 CORE: Dict[str, List[Any]] = {
     "tkv_page_choose_size": [POINTER(PageFormatStruct), c_size_t, POINTER(PageChoiceStruct)],
     "tkv_page_tokens": [POINTER(PageFormatStruct), POINTER(c_int32)],
@@ -275,7 +271,6 @@ DUMPS: Dict[str, List[Any]] = {
     "tkv_compress": [c_char_p, c_char_p, POINTER(CompressOptions)],
     "tkv_profile_open": [c_char_p, POINTER(c_void_p)],
     "tkv_profile_get_data": [c_void_p, POINTER(ProfileData)],
-    "tkv_profile_get_component": [c_void_p, POINTER(ProfileComponent)],
     "tkv_profile_write": [POINTER(ProfileData), c_char_p],
     "tkv_head_scales": [c_void_p, c_int32, c_void_p],
     "tkv_assign_classes": [c_void_p, c_int32, c_void_p, c_int32, c_void_p],

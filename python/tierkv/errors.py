@@ -98,21 +98,10 @@ class OutOfMemoryError(TierkvError, MemoryError):
     name = "out_of_memory"
 
 
-_CLASSES: Dict[int, Type[TierkvError]] = {
-    1: InvalidArgumentError,
-    2: UnsupportedError,
-    3: NonFiniteError,
-    4: OutOfRangeError,
-    5: OutOfPagesError,
-    6: CorruptError,
-    7: BufferTooSmallError,
-    8: StaleSequenceError,
-    9: NotFoundError,
-    10: InputOutputError,
-    11: CudaError,
-    12: VersionError,
-    13: OutOfMemoryError,
-}
+# By status, in the order of tierkv_c.h.
+_CLASSES: Dict[int, Type[TierkvError]] = dict(enumerate((
+    InvalidArgumentError, UnsupportedError, NonFiniteError, OutOfRangeError, OutOfPagesError, CorruptError, BufferTooSmallError, StaleSequenceError,
+    NotFoundError, InputOutputError, CudaError, VersionError, OutOfMemoryError), 1))
 
 
 def error_of(status: int, message: str) -> TierkvError:

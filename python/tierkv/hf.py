@@ -31,7 +31,7 @@ from ._hf_models import check_model, profile_rope
 from ._hf_step import Step, dense, in_dtype_of, store_tokens
 from .errors import ArgumentTypeError, InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
 from .kv_store import ChannelFormat, CodedFormat, KvStore, StoreConfig, TiersFormat, preset
-from .profile import Profile, read_profile
+from .profile import ProfileData, read_profile
 from .prompt import MAX_QUERY_STRIDE, significance
 
 # Types are checked where neither is installed.
@@ -66,7 +66,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     given its room. memory_bytes is set aside with the first token; 0: what max_tokens of each sequence need. significance_stride: every
     so many queries of a prompt, and all that follow, are counted to find the important tokens; 0 counts none."""
 
-    def __init__(self, format: Any = "small", *, profile: Union[None, Profile, lib.Path] = None, max_tokens: int = 4096,
+    def __init__(self, format: Any = "small", *, profile: Union[None, ProfileData, lib.Path] = None, max_tokens: int = 4096,
                  max_sequences: int = 1, memory_bytes: int = 0, significance_stride: int = 1) -> None:
         super().__init__(layers=[])
         self._format = preset(format) if isinstance(format, str) else format
@@ -79,7 +79,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             raise InvalidArgumentError(f"significance_stride: {significance_stride} is not 0 to {MAX_QUERY_STRIDE}")
         if lib.integer(memory_bytes, "memory_bytes", ctypes.c_int64) < 0:
             raise InvalidArgumentError(f"memory_bytes: {memory_bytes} is negative")
-        self._profile = profile if profile is None or isinstance(profile, Profile) else read_profile(profile)
+        self._profile = profile if profile is None or isinstance(profile, ProfileData) else read_profile(profile)
         self._max_tokens, self._max_sequences, self._memory_bytes = max_tokens, max_sequences, memory_bytes
         self._stride = significance_stride
         self._store: Optional[KvStore] = None

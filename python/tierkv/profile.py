@@ -13,28 +13,11 @@ from . import _library as lib
 from ._arrays import AnyArray, Array, ArrayLike, FloatArray, floats, like, pointer, shaped
 from .errors import InvalidArgumentError
 
-COMPONENTS = {"key": 0, "value": 1}
 PAIRINGS = ("none", "halves", "neighbours")
 VECTORS = ("key_mean", "value_mean", "key_mean_before_rope", "query_energy")
 SCALARS = ("query_trace", "value_signal", "key_scale", "value_scale", "key_sensitivity", "value_sensitivity", "joint_sensitivity")
 
 Scalars = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class ComponentProfile:
-    """What a profile says of keys, or of values."""
-
-    means: FloatArray  # [num_layers, num_kv_heads, head_dim]
-    # [num_layers, num_kv_heads] for an error of 1: steps are proportional to what they aim at.
-    unit_steps: FloatArray
-
-    def steps(self, error: float) -> FloatArray:
-        """Steps [num_layers, num_kv_heads] that lead to this error: of the logits for keys, relative for values."""
-        return np.asarray(error * self.unit_steps.astype(np.float64), np.float32)
-
-
-NO_COMPONENT = ComponentProfile(np.empty(0, np.float32), np.empty(0, np.float32))
 
 
 @dataclass(frozen=True)
@@ -73,14 +56,6 @@ class ProfileData:
     alpha_high: float = 1.0
     alpha_low: float = 0.0
 
-
-@dataclass(frozen=True)
-class Profile(ProfileData):
-    """A profile that was read, with means and global steps."""
-
-    key: ComponentProfile = NO_COMPONENT
-    value: ComponentProfile = NO_COMPONENT
-
     def classes(self, shares: Sequence[float]) -> AnyArray:
         """The class of each head [num_layers, num_kv_heads]: shares[0] of the heads, the most sensitive, are class 0, and so on;
         the rest are class len(shares)."""
@@ -89,7 +64,7 @@ class Profile(ProfileData):
         return assign_classes(shares, self.joint_sensitivity)
 
 
-def read_profile(path: lib.Path) -> Profile:
+def read_profile(path: lib.Path) -> ProfileData:
     """The profile that calibrate() or `python -m tierkv.calibrate` wrote."""
     handle = ctypes.c_void_p()
     lib.dumps().call("tkv_profile_open", lib.encode_path(path), handle)
@@ -99,9 +74,8 @@ def read_profile(path: lib.Path) -> Profile:
         rows = (data.num_layers, data.num_kv_heads)
         arrays: Dict[str, Any] = {name: _copied(getattr(data, name), ctypes.c_float, (*rows, data.head_dim)) for name in VECTORS}
         arrays.update({name: _copied(getattr(data, name), ctypes.c_double, rows) for name in SCALARS})
-        key, value = (_component(handle, data, name) for name in COMPONENTS)
-        return Profile(data.model_id.decode(), data.num_layers, data.num_q_heads, data.num_kv_heads, data.head_dim, data.sm_scale,
-                       rope=_rope(data), alpha_high=data.alpha_high, alpha_low=data.alpha_low, key=key, value=value, **arrays)
+        return ProfileData(data.model_id.decode(), data.num_layers, data.num_q_heads, data.num_kv_heads, data.head_dim, data.sm_scale,
+                       rope=_rope(data), alpha_high=data.alpha_high, alpha_low=data.alpha_low, **arrays)
     finally:
         lib.dumps().dll.tkv_profile_destroy(handle)
 
@@ -174,11 +148,3 @@ def _rope(data: lib.ProfileData) -> Optional[Rope]:
     if inv_freq is None:
         inv_freq = np.empty((data.rope_layers, 0), np.float32)
     return Rope(PAIRINGS[data.rope_pairing], data.rope_dims, inv_freq[0] if len(inv_freq) == 1 else inv_freq)
-
-
-def _component(handle: ctypes.c_void_p, info: lib.ProfileData, name: str) -> ComponentProfile:
-    rows = (info.num_layers, info.num_kv_heads)
-    means, steps = np.empty((*rows, info.head_dim), np.float32), np.empty(rows, np.float32)
-    request = lib.ProfileComponent(component=COMPONENTS[name], error=1.0, steps=pointer(steps), means=pointer(means))
-    lib.dumps().call("tkv_profile_get_component", handle, request)
-    return ComponentProfile(means, steps)

@@ -168,20 +168,6 @@ void check_profile(const std::string& path) {
         std::accumulate(data.query_energy + row * 128, data.query_energy + (row + 1) * 128, 0.0);
     EXPECT_NEAR(trace, data.query_trace[row], 1e-5 * trace);
   }
-  std::vector<float> steps(12, -1), means(12 * 128, -77);
-  tkv_profile_component c = make<tkv_profile_component>();
-  c.component = TKV_VALUE;
-  c.error = 0.25;
-  c.steps = steps.data();
-  c.means = means.data();
-  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_OK) << error.message;
-  EXPECT_GT(*std::min_element(steps.begin(), steps.end()), 0);
-  EXPECT_EQ(std::count(means.begin(), means.end(), -77.0f), 0);
-  c.error = 0;
-  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_INVALID_ARGUMENT);
-  c.error = 0.25;
-  c.component = 2;
-  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_INVALID_ARGUMENT);
   tkv_profile_destroy(profile);
 }
 

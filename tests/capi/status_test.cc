@@ -57,7 +57,6 @@ TEST(CapiStatus, EveryFunctionAcceptsNullPointersAndANullError) {
   tkv_container_destroy(nullptr);
   EXPECT_EQ(tkv_profile_open(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_profile_get_data(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_profile_get_component(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   tkv_profile_destroy(nullptr);
   tkv_attention_destroy(nullptr);
   tkv_text_destroy(nullptr);
