@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from ctypes import POINTER, c_double, c_int32, c_int64, c_size_t, c_void_p
 from typing import Any, Dict, List
 
@@ -65,14 +64,10 @@ FUNCTIONS: Dict[str, List[Any]] = {
 }
 
 
-def _library() -> lib.Library:
-    return lib.core()
-
-
 def page_bytes(config: EngineConfigStruct) -> int:
     """Bytes of one kv_head of a block."""
     bytes_ = c_int64()
-    _library().call("tkv_engine_page_bytes", config, bytes_)
+    lib.core().call("tkv_engine_page_bytes", config, bytes_)
     return bytes_.value
 
 
@@ -80,23 +75,25 @@ class Engine(lib.Owner):
     """A tkv_engine. Addresses are device memory, or where on_host is set host memory: streams and workspaces are then not looked at,
     and plan() does nothing. One that was made on_host has no grid; on the device it encodes and decodes, but does not attend."""
 
+    _name, _destroy = "engine", "tkv_engine_destroy"
+
     def __init__(self, config: EngineConfigStruct, on_host: bool) -> None:
         self.config = config
         self.on_host = on_host
-        self._handle = c_void_p()
-        _library().call("tkv_engine_create_host" if on_host else "tkv_engine_create", config, self._handle)
-        weakref.finalize(self, _library().dll.tkv_engine_destroy, self._handle)
+        handle = c_void_p()
+        lib.core().call("tkv_engine_create_host" if on_host else "tkv_engine_create", config, handle)
+        self._handle = handle
 
     def workspace_bytes(self) -> int:
         if self.on_host:
             return 0
         bytes_ = c_size_t()
-        _library().call("tkv_engine_workspace_bytes", self._handle, bytes_)
+        lib.core().call("tkv_engine_workspace_bytes", self._open(), bytes_)
         return bytes_.value
 
     def key_reflections(self, key_mean: int, out: int) -> None:
         """Both float32 [num_kv_heads, head_dim] in host memory. What keys are reflected by, so that the zero points of codes hold the mean."""
-        _library().call("tkv_engine_key_reflections", self._handle, c_void_p(key_mean), c_void_p(out))
+        lib.core().call("tkv_engine_key_reflections", self._open(), c_void_p(key_mean), c_void_p(out))
 
     def encode(self, layer: EngineLayerStruct, tokens: EngineTokensStruct, stream: int, on_host: bool) -> None:
         self._call("encode", on_host, stream, layer, tokens)
@@ -113,6 +110,6 @@ class Engine(lib.Owner):
 
     def _call(self, name: str, on_host: bool, stream: int, *structs: Any) -> None:
         if on_host:
-            _library().call(f"tkv_engine_{name}_host", self._handle, *structs)
+            lib.core().call(f"tkv_engine_{name}_host", self._open(), *structs)
         else:
-            _library().call(f"tkv_engine_{name}", self._handle, *structs, c_void_p(stream))
+            lib.core().call(f"tkv_engine_{name}", self._open(), *structs, c_void_p(stream))

@@ -12,7 +12,7 @@ import os
 import pathlib
 import threading
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, Dict, List, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, TypeVar, Union
 
 from .errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError, error_of
 
@@ -278,8 +278,35 @@ DUMPS: Dict[str, List[Any]] = {
 }
 
 
+_Self = TypeVar("_Self", bound="Owner")
+
+
 class Owner:
-    """Of an object of the library, which it gives back."""
+    """Of an object of the library, which close() gives back."""
+
+    _name, _destroy = "", ""  # what messages call it, and the function that ends it
+    _handle: Optional[c_void_p] = None  # None: closed
+
+    def close(self) -> None:
+        """Gives back what it holds. Closing twice is allowed."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            getattr(core().dll, self._destroy)(handle)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            self.close()
+
+    def _open(self) -> c_void_p:
+        if self._handle is None:
+            raise InvalidArgumentError(f"the {self._name} is closed")
+        return self._handle
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(f"{type(self).__name__}: copies and pickles of what the library holds")

@@ -184,6 +184,8 @@ def decode(page: Page) -> PageTokens:
 class Codebook(lib.Owner):
     """A Huffman codebook for blocks of signed codes; codes that it does not hold are coded as exceptions."""
 
+    _name, _destroy = "codebook", "tkv_codebook_destroy"
+
     def __init__(self, handle: ctypes.c_void_p) -> None:
         self._handle = handle
 
@@ -205,14 +207,14 @@ class Codebook(lib.Owner):
         return cls(handle)
 
     def __bytes__(self) -> bytes:
-        return _filled("tkv_codebook_serialize", 1 << 16, self._handle)
+        return _filled("tkv_codebook_serialize", 1 << 16, self._open())
 
     def encode(self, codes: ArrayLike) -> bytes:
         """A block of codes [tokens, head_dim], at most 64 tokens; lossless."""
         c = shaped(integers(codes, np.int16, "codes"), (None, None), "codes")
         shape = lib.BlockShape(tokens=c.shape[0], head_dim=c.shape[1])
         room = lib.core().dll.tkv_block_max_bytes(c.shape[1])
-        return _filled("tkv_block_encode", room, self._handle, shape, pointer(c))
+        return _filled("tkv_block_encode", room, self._open(), shape, pointer(c))
 
     def decode(self, data: Bytes, shape: Tuple[int, int]) -> npt.NDArray[np.int16]:
         """The codes of a block, [tokens, head_dim]."""
@@ -226,13 +228,8 @@ class Codebook(lib.Owner):
         source = byte_memory(data, "data")
         buffer = lib.Buffer(data=pointer(source), capacity=source.size, size=source.size)
         out = np.empty(shape, np.int16)
-        lib.core().call("tkv_block_decode", self._handle, block, buffer, pointer(out))
+        lib.core().call("tkv_block_decode", self._open(), block, buffer, pointer(out))
         return out
-
-    def __del__(self) -> None:
-        if self._handle:
-            lib.core().dll.tkv_codebook_destroy(self._handle)
-
 
 def _component(name: str) -> int:
     if name not in ("key", "value"):

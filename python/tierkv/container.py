@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from types import TracebackType
-from typing import List, Optional, Type
+from typing import List
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _library as lib
 from ._arrays import DTYPES, Bytes, FloatArray, byte_memory, pointer
-from .errors import InvalidArgumentError, OutOfRangeError
+from .errors import OutOfRangeError
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,8 @@ class Container(lib.Owner):
     Several threads may decode from it at once. close() must not run beside them.
     """
 
+    _name, _destroy = "container", "tkv_container_destroy"
+
     def __init__(self, path: lib.Path) -> None:
         """Opens the file and checks its header, index and sequences. InputOutputError, CorruptError, VersionError."""
         handle = ctypes.c_void_p()
@@ -73,7 +74,7 @@ class Container(lib.Owner):
         return container
 
     def _read(self, handle: ctypes.c_void_p) -> None:
-        self._handle: Optional[ctypes.c_void_p] = handle
+        self._handle = handle
         info = lib.ContainerInfo()
         lib.core().call("tkv_container_get_info", handle, info)
         names = {number: name for name, number in DTYPES.items()}
@@ -102,31 +103,9 @@ class Container(lib.Owner):
         """Checks every checksum and decodes everything. CorruptError names the first chunk that is wrong."""
         lib.core().call("tkv_container_verify", self._open(), lib.integer(threads, "threads"))
 
-    def close(self) -> None:
-        """Releases the file. Closing twice is allowed."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            lib.core().dll.tkv_container_destroy(handle)
-
-    def __enter__(self) -> "Container":
-        return self
-
-    def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
-                 trace: Optional[TracebackType]) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
-
     def __repr__(self) -> str:
         i = self.info
         return f"<tierkv.Container {i.preset}: {len(self.sequences)} sequences, {i.num_layers} layers, {i.file_bytes} bytes>"
-
-    def _open(self) -> ctypes.c_void_p:
-        if self._handle is None:
-            raise InvalidArgumentError("the container is closed")
-        return self._handle
 
     def _sequence(self, index: int) -> ContainerSequence:
         s = lib.SequenceInfo()

@@ -21,8 +21,7 @@ import operator
 import sys
 import threading
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, ContextManager, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Type, Union, overload
+from typing import Any, ContextManager, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union, overload
 
 import numpy as np
 
@@ -90,11 +89,12 @@ class KvStore(lib.Owner):
     sequences and repeat the call.
     """
 
+    _name, _destroy = "store", "tkv_kv_destroy"
+
     def __init__(self, config: StoreConfig, stream: Any = None) -> None:
         """OutOfMemoryError where there is not as much as memory_bytes. `stream`: a cudaStream_t as a number (0: the default stream) or a
         torch.cuda.Stream, which outlives the store: then it lies on the GPU of that stream (of a number: on the GPU that is current) and does its
         work there, whichever is current later. UnsupportedError where the library was built without CUDA."""
-        self._handle: Optional[ctypes.c_void_p] = None
         self.config = config.with_memory()
         self._lock = threading.Lock()
         self._stream: Optional[int] = None
@@ -293,29 +293,12 @@ class KvStore(lib.Owner):
     def close(self) -> None:
         """Frees all memory."""
         with self._lock, self._current():
-            handle, self._handle = self._handle, None
-            if handle is not None:
-                lib.core().dll.tkv_kv_destroy(handle)
-
-    def __enter__(self) -> "KvStore":
-        return self
-
-    def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
+            super().close()
 
     def __repr__(self) -> str:
         c = self.config
         where = "host" if self._stream is None else f"device, stream {self._stream:#x}"
         return f"<tierkv.KvStore on {where}: {c.num_layers} layers, {c.num_kv_heads} kv heads, {type(c.format).__name__}, {c.memory_bytes} bytes>"
-
-    def _open(self) -> ctypes.c_void_p:
-        if self._handle is None:
-            raise InvalidArgumentError("the store is closed")
-        return self._handle
 
     def _call(self, function: str, *arguments: Any) -> None:
         with self._lock, self._current():

@@ -136,6 +136,9 @@ class Codec(PackageTest):
             book.encode(codes + 32767)
         with self.assertRaises(ValueError):
             book.decode(data, (65, 96))
+        with again:
+            pass
+        self.assertRaisesRegex(tierkv.InvalidArgumentError, "codebook is closed", again.encode, codes)
 
     def test_what_is_refused(self):
         x = self.normal(4, 64)
