@@ -43,6 +43,19 @@ def real(value: Any, name: str) -> float:
         raise ArgumentTypeError(f"{name}: {value!r} is not a number") from None
 
 
+def text(value: Any, name: str) -> bytes:
+    """`value`, a str, for C, where a null character would end it; InvalidArgumentError, TypeError."""
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"{name}: {value!r} is not a text")
+    try:
+        data = value.encode()
+    except UnicodeEncodeError as e:
+        raise InvalidArgumentError(f"{name}: {e}") from None
+    if b"\0" in data:
+        raise InvalidArgumentError(f"{name}: {value!r} has a null character")
+    return data
+
+
 def not_zero(values: Dict[str, Any]) -> None:
     """InvalidArgumentError for a 0 that the C ABI would take for a default."""
     for name, value in values.items():

@@ -134,16 +134,21 @@ def analyze(files: Files, presets: Union[None, str, Sequence[str]] = None, *, pr
 
     presets: one or several; None for a comparison with equal windows of all schemes that a file can serve. profile: of calibrate(). layers: first and last.
     """
-    names, chosen = _files(files), [] if presets is None else [p.encode() for p in _items(presets, (str,), "presets")]
+    names, chosen = _files(files), [] if presets is None else [lib.text(p, "presets") for p in _items(presets, (str,), "presets")]
     if presets is not None and not chosen:
         raise InvalidArgumentError("presets is empty; None compares all schemes")
-    if layers is not None and not 0 <= layers[0] <= layers[1]:
-        raise InvalidArgumentError(f"layers {layers}: first and last, both inclusive")
-    first, count = (lib.integer(layers[0], "layers"), lib.integer(layers[1] - layers[0] + 1, "layers")) if layers is not None else (0, 0)
+    first, last = 0, -1
+    if layers is not None:
+        try:
+            first, last = layers
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(f"layers: {layers!r} is not (first, last)") from None
+        if not 0 <= lib.integer(first, "layers") <= lib.integer(last, "layers"):
+            raise InvalidArgumentError(f"layers {layers}: first and last, both inclusive")
     bar = _ProgressCall(progress)
     options = lib.AnalyzeOptions(files=_strings(names), num_files=len(names), presets=_strings(chosen), num_presets=len(chosen),
-                                 profile=_optional_path(profile), sequence=None if sequence is None else sequence.encode(),
-                                 first_layer=first, num_layers=count, threads=threads, progress=bar.pointer)
+                                 profile=_optional_path(profile), sequence=None if sequence is None else lib.text(sequence, "sequence"),
+                                 first_layer=first, num_layers=last - first + 1, threads=threads, progress=bar.pointer)
     text = ctypes.c_void_p()
     try:
         bar.call("tkv_analyze", options, text)
@@ -167,7 +172,7 @@ def calibrate(files: Files, profile: lib.Path, *, thresholds: bool = True, error
     names, bar = _files(files), _ProgressCall(progress)
     options = lib.CalibrateOptions(files=_strings(names), num_files=len(names), no_thresholds=not thresholds,
                                    error_budget=error_budget, prune_budget=prune_budget,
-                                   model_id=None if model_id is None else model_id.encode(), threads=threads,
+                                   model_id=None if model_id is None else lib.text(model_id, "model_id"), threads=threads,
                                    progress=bar.pointer, overwrite=overwrite)
     bar.call("tkv_calibrate", options, lib.encode_path(profile))
     return TierThresholds(options.alpha_high, options.alpha_low)
@@ -178,7 +183,7 @@ def compress(dump: lib.Path, container: lib.Path, preset: str, *, profile: Optio
     """A kv-dump into a container, written whole or not at all. InputOutputError where the container exists and is not to be
     overwritten, or is the dump. without_queries: the dump's queries and significance are left out."""
     bar = _ProgressCall(progress)
-    options = lib.CompressOptions(preset=preset.encode(), profile=_optional_path(profile), threads=threads, overwrite=overwrite,
+    options = lib.CompressOptions(preset=lib.text(preset, "preset"), profile=_optional_path(profile), threads=threads, overwrite=overwrite,
                                   without_queries=without_queries, progress=bar.pointer)
     bar.call("tkv_compress", lib.encode_path(dump), lib.encode_path(container), options)
     tiers = dict(zip(("window", "high", "low", "pruned"), options.tokens))

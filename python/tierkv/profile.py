@@ -100,7 +100,7 @@ def profile_struct(profile: ProfileData) -> lib.ProfileData:
     if profile.rope is not None:
         inv_freq = frequencies(profile.rope)
         rope = {"rope_pairing": PAIRINGS.index(profile.rope.pairing), "rope_dims": profile.rope.dims, "rope_layers": len(inv_freq)}
-    data = lib.ProfileData(model_id=profile.model_id.encode(), num_layers=profile.num_layers, num_q_heads=profile.num_q_heads,
+    data = lib.ProfileData(model_id=lib.text(profile.model_id, "model_id"), num_layers=profile.num_layers, num_q_heads=profile.num_q_heads,
                            num_kv_heads=profile.num_kv_heads, head_dim=profile.head_dim, sm_scale=profile.sm_scale,
                            alpha_high=profile.alpha_high, alpha_low=profile.alpha_low, rope_inv_freq=pointer(inv_freq), **rope,
                            **{name: pointer(a) for name, a in arrays.items()})

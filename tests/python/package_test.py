@@ -170,6 +170,13 @@ class Codec(PackageTest):
                 (lambda: tierkv.analyze(3, ["fp16"]), tierkv.ArgumentTypeError, "files: 3"),
                 (lambda: tierkv.analyze([SAMPLE, None]), tierkv.ArgumentTypeError, "files: None"),
                 (lambda: tierkv.analyze(SAMPLE, ["fp16"], layers=(0, 6)), tierkv.TierkvError, "layer"),
+                (lambda: tierkv.analyze(SAMPLE, ["fp16\0"]), tierkv.InvalidArgumentError, "presets"),
+                (lambda: tierkv.analyze(SAMPLE, ["fp16"], layers=(1,)), tierkv.ArgumentTypeError, "layers"),
+                (lambda: tierkv.analyze(SAMPLE, ["fp16"], layers=(2, 1)), tierkv.InvalidArgumentError, "layers"),
+                (lambda: tierkv.analyze(SAMPLE, ["fp16"], sequence=3), tierkv.ArgumentTypeError, "sequence: 3"),
+                (lambda: tierkv.calibrate(SAMPLE, "/nowhere/x", model_id="a\0b"), tierkv.InvalidArgumentError, "model_id"),
+                (lambda: tierkv.calibrate(SAMPLE, "/nowhere/x", model_id="\udcff"), tierkv.InvalidArgumentError, "model_id"),
+                (lambda: tierkv.compress(SAMPLE, "/nowhere/x", None), tierkv.ArgumentTypeError, "preset: None"),
                 (lambda: tierkv.compress(SAMPLE, "/nowhere/x", "step"), OSError, "/nowhere")):
             with self.assertRaises(error) as caught:
                 call()
@@ -411,7 +418,7 @@ class Dumps(PackageTest):
                                      (ValueError, "rope pairing", {"rope": tierkv.Rope("thirds", 2, np.ones(1))}),
                                      (ValueError, "rope.inv_freq", {"rope": tierkv.Rope("halves", 4, np.ones(1))}),
                                      (tierkv.TierkvError, "rope_layers", {"rope": tierkv.Rope("halves", 4, np.ones((2, 2)))}),
-                                     (tierkv.TierkvError, "model_id", {"model_id": ""}),
+                                     (tierkv.TierkvError, "model_id", {"model_id": ""}), (TypeError, "model_id", {"model_id": 3}),
                                      (tierkv.TierkvError, "key_sensitivity", {"key_sensitivity": nan}),
                                      (tierkv.TierkvError, "value_scale", {"value_scale": np.zeros((3, 2))})):
             with self.assertRaisesRegex(error, match):
