@@ -17,7 +17,7 @@ Tensor = Any
 
 
 def store_tokens(x: Tensor) -> Any:
-    """[heads, tokens, head_dim] as [tokens, heads, head_dim], for a store: on the CPU in fp16."""
+    """[heads, tokens, head_dim] as [tokens, heads, head_dim], for significance(): on the CPU in float32."""
     x = x.transpose(0, 1)
     return x if x.is_cuda else x.float().numpy()
 

@@ -285,9 +285,10 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         layer = module.layer_idx
         if layer == 0:
             self._begin(module, q, k, mask, scaling)
-        now, config = self._pass, self.store.config
+        now = self._pass
         if now is None or now.layer != layer:
             raise InvalidArgumentError(f"TierCache: layer {layer} does not follow on the layers before it")
+        config = self.store.config
         if scaling != config.sm_scale:
             raise UnsupportedError(f"TierCache: layer {layer} scales its scores by {scaling}, the first by {config.sm_scale}")
         is_last = layer == config.num_layers - 1
@@ -309,7 +310,6 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         return out
 
     def _begin(self, module: Any, q: Tensor, k: Tensor, mask: Optional[Tensor], scaling: float) -> None:
-        self._drop_pass()
         if self._cropping is not None:
             raise InvalidArgumentError(f"TierCache: a crop to {self._cropping} positions has failed; repeat it or call reset()")
         if module.config is not self._model or not self._ids:
@@ -337,6 +337,17 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             raise
         if is_step:
             self._pass.step = Step(self.store, self._ids, tokens, self._stride > 0, self._device)
+
+    def _give_up_pass(self, tokens: int, positions: Optional[Tensor]) -> None:
+        """Before a pass of `tokens` positions, where the one before it did not end. Who repeats that one, interrupted as it was, begins where it
+        began; positions that follow on its own say that its tokens are missed."""
+        if self._pass is None:
+            return
+        told = f"TierCache: the last pass ended behind layer {self._pass.layer} of {self.store.config.num_layers}; its tokens are forgotten"
+        self._drop_pass()
+        if positions is not None and int(positions.max()) >= self._batch.length + tokens:
+            raise InvalidArgumentError(told)
+        warnings.warn(told, RuntimeWarning, stacklevel=3)
 
     def _drop_pass(self) -> None:
         """Takes back what a pass that did not end has done to the store."""
@@ -392,6 +403,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     def _fit(self, config: Any, q: Tensor, k: Tensor, scaling: float) -> None:
         """Makes the store of a model, unless there is one. InvalidArgumentError where the cache holds tokens of another."""
         rope = check_model(config, q.shape[3])
+        if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
+            raise UnsupportedError(f"TierCache: a model of {q.dtype} on a GPU; load it in float16 or bfloat16")
         stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
         dtype = "bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16"
         shape = (config.num_hidden_layers, q.shape[1], k.shape[1], q.shape[3], scaling, rope.pairing, rope.dims, rope.inv_freq.tobytes(),
@@ -435,8 +448,12 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
     if cache is not None:
         if not causal:
             raise UnsupportedError(f"TierCache: {type(module).__name__} is not causal")
+        if module.layer_idx == 0:
+            cache._give_up_pass(query.shape[2], kwargs.get("position_ids"))
         return cache._attend(module, query, key, value, attention_mask, scale), None
     tokens, seen = query.shape[2], key.shape[2]
+    if attention_mask is not None and attention_mask.shape[1] != seen:
+        raise InvalidArgumentError(f"{type(module).__name__}: an attention_mask of {attention_mask.shape[1]} positions, needed are {seen}")
     if causal and attention_mask is None:
         return _sdpa(query, key, value, scale, None), None
     visible = torch.ones(tokens, seen, dtype=torch.bool, device=query.device)
@@ -460,7 +477,9 @@ def mask(batch_size: int, *args: Any, attention_mask: Optional[Tensor] = None, *
     ends_with_query = isinstance(offset, int) and offset + kwargs["q_length"] == kwargs["kv_length"]
     if function is not masking.bidirectional_mask_function and not ends_with_query:
         return _OtherMask()
-    return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+    if attention_mask is None or attention_mask.shape[-1] == kwargs["kv_length"] and bool(attention_mask.all()):
+        return None
+    return attention_mask
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Optional[Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tierkv.hf: what is refused by name, and that a refused pass leaves a good cache."""
+import types
 import unittest
 
 from hf_model import SEED, SHAPE, model_of  # first: it finds the package, or ends the process
@@ -151,6 +152,40 @@ class Refused(unittest.TestCase):
                     step(cache, layer)
                 with self.assertRaisesRegex(tierkv.TierkvError, reason):
                     step(cache, layers[-1], **given)
+
+    def test_a_model_without_its_last_layer(self):
+        """No pass of it ends. That its tokens are missed, positions tell, or a mask of them all."""
+        model, cache, ids = model_of(LlamaForCausalLM, LlamaConfig), TierCache(max_tokens=64), torch.ones(1, 4, dtype=torch.long)
+        model.model.layers = model.model.layers[:1]
+        model.set_attn_implementation("tierkv")
+        lost, one = "behind layer 1 of 2; its tokens are forgotten", ids[:, :1]
+        with self.assertRaisesRegex(tierkv.InvalidArgumentError, lost):
+            model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=3)
+        self.assertEqual((cache.get_seq_length(), cache.store.usage().sequences), (0, 0))
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            with self.assertWarnsRegex(RuntimeWarning, lost):
+                model(ids, past_key_values=cache)
+            with self.assertWarnsRegex(RuntimeWarning, lost), self.assertRaisesRegex(ValueError, r"attention_mask: has shape \(1, 5\)"):
+                model(one, past_key_values=cache, attention_mask=torch.ones(1, 5, dtype=torch.long))
+
+    def test_masks_of_other_lengths(self):
+        for cache in (TierCache(max_tokens=64), DynamicCache()):
+            self.run_model(cache, torch.ones(1, 4, dtype=torch.long))
+            for positions in (2, 7):
+                with self.assertRaisesRegex(ValueError, "attention_mask"):
+                    self.run_model(cache, torch.ones(1, 2, dtype=torch.long), attention_mask=torch.ones(1, positions, dtype=torch.long))
+
+    def test_a_pass_that_begins_at_another_layer(self):
+        k, cache = torch.ones(1, 2, 1, 64), TierCache(max_tokens=64)
+        cache.update(k, k, 1)
+        with self.assertRaisesRegex(tierkv.InvalidArgumentError, "layer 1 does not follow"):
+            attention(self.model.model.layers[1].self_attn, k, k, k, None)
+
+    def test_float32_on_a_gpu(self):
+        q = types.SimpleNamespace(shape=(1, 4, 1, 64), is_cuda=True, dtype=torch.float32)
+        with self.assertRaisesRegex(tierkv.UnsupportedError, "float32 on a GPU"):
+            TierCache()._fit(self.model.config, q, q, 0.125)
 
     def test_models(self):
         dynamic = LlamaConfig(**SHAPE)
