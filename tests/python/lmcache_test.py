@@ -112,8 +112,19 @@ class Serde(unittest.TestCase):
         finally:
             processor.close()
 
+    def test_other_dtypes_are_refused(self):
+        format = ChunkFormat(8, 4, 64)
+        x, data = torch.zeros(2, 1, 2, 64), Memory(torch.zeros(format.size((2, 1, 2, 64)), dtype=torch.uint8))
+        tierkv.lmcache.Serializer(format).serialize(Memory(x), data, None)
+        for dtype in (torch.float64, torch.uint8, torch.float8_e4m3fn):
+            with self.assertRaisesRegex(TypeError, "source is of torch"):
+                tierkv.lmcache.Serializer(format).serialize(Memory(x.to(dtype)), data, None)
+            with self.assertRaisesRegex(TypeError, "destination is of torch"):
+                tierkv.lmcache.Deserializer().deserialize(data, Memory(x.to(dtype)), None)
+
     def test_settings_are_checked(self):
-        for settings, reason in (({"format": "k16v4"}, "format"), ({"bits": 4}, "unknown setting 'bits'"), ({"head_dim": 6}, "head_dim")):
+        for settings, reason in (({"format": "k16v4", "head_dim": 64}, "format"), ({"bits": 4}, "unknown setting 'bits'"), ({"head_dim": 6}, "head_dim"),
+                                 ({}, "head_dim is missing")):
             with self.assertRaisesRegex(ValueError, reason):
                 tierkv.lmcache.create(settings)
 
