@@ -31,7 +31,7 @@ def reply(model, tokenizer, messages, cache, read, max_new_tokens):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", required=True)
-    p.add_argument("--profile", help="of the model, made by python -m tierkv.calibrate")
+    p.add_argument("--profile", help="of the model, made by python -m tierkv.calibrate_model")
     p.add_argument("--format", default="small", help="small, fast, k8v4, k4v4 or channel (default: small)")
     p.add_argument("--say", nargs="+", help="what to say, turn by turn; otherwise it is read from the terminal")
     p.add_argument("--max-tokens", type=int, default=4096, help="of the conversation (default: 4096)")

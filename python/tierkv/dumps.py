@@ -164,7 +164,7 @@ def calibrate(files: Files, profile: lib.Path, *, thresholds: bool = True, error
     """Writes a profile of what dumps can tell: means, energies and tier thresholds. The dumps need q.
 
     error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/guides/choose-a-format.md.
-    model_id: the model's name in the profile; None: that of the dumps. Sensitivities need the model: python -m tierkv.calibrate.
+    model_id: the model's name in the profile; None: that of the dumps. Sensitivities need the model: python -m tierkv.calibrate_model.
     overwrite: replaces a profile that exists, which is InputOutputError otherwise.
     """
     if not 0 < error_budget <= 1:

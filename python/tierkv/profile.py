@@ -65,7 +65,7 @@ class ProfileData:
 
 
 def read_profile(path: lib.Path) -> ProfileData:
-    """The profile that calibrate() or `python -m tierkv.calibrate` wrote."""
+    """The profile that calibrate() or `python -m tierkv.calibrate_model` wrote."""
     handle = ctypes.c_void_p()
     lib.dumps().call("tkv_profile_open", lib.encode_path(path), handle)
     try:

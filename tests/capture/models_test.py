@@ -256,7 +256,7 @@ class Models(unittest.TestCase):
             self.assertEqual(capture_hf.main(), 0)
         with h5py.File(self.path) as f:
             self.assertEqual(list(f["seq"]), ["p0"])
-            self.assertEqual(bytes(f.attrs["model_id"]).decode(), "none")  # as tierkv.calibrate calls the model's profile
+            self.assertEqual(bytes(f.attrs["model_id"]).decode(), "none")  # as tierkv.calibrate_model calls the model's profile
 
     def test_no_other_file_is_touched(self):
         """Neither one under the name of a part, nor one that appeared while the model ran."""

@@ -298,7 +298,7 @@ class Command(CalibrationTest):
         self.assertFalse(out.exists())
 
     def test_missing_torch_is_named(self):
-        code = "import sys; sys.modules['torch'] = None; from tierkv.calibrate import main; sys.exit(main(sys.argv[1:]))"
+        code = "import sys; sys.modules['torch'] = None; from tierkv.calibrate_model import main; sys.exit(main(sys.argv[1:]))"
         text = self.dir / "t.txt"
         text.write_text("x")
         result = subprocess.run([sys.executable, "-B", "-c", code, "--model", self.folder, "--text", text, "-o", self.dir / "t.h5"],
@@ -322,7 +322,7 @@ class Torch(unittest.TestCase):
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         cls.torch, cls.transformers, cls.ours = torch, transformers, _calibration_torch
-        cls.command = importlib.import_module("tierkv.calibrate")
+        cls.command = importlib.import_module("tierkv.calibrate_model")
         cls.seed = random.SystemRandom().randrange(2**32)
 
     def setUp(self):

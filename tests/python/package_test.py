@@ -3,6 +3,7 @@
 import builtins
 import gc
 import pathlib
+import pkgutil
 import random
 import re
 import shutil
@@ -187,6 +188,7 @@ class Codec(PackageTest):
     def test_names_hide_no_others(self):
         self.assertEqual(set(tierkv.__all__) & set(dir(builtins)), set())
         self.assertEqual(sorted(tierkv.__all__), sorted(set(tierkv.__all__)))
+        self.assertEqual(set(tierkv.__all__) & {module.name for module in pkgutil.iter_modules(tierkv.__path__)}, set())
         for name in tierkv.__all__:
             self.assertTrue(hasattr(tierkv, name), name)
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calibration from dumps: what keys, values and queries alone can tell. Means and energies come
 // from all sequences given, without their first kCalibrationSinks tokens; the tier thresholds from
-// the attention error they cause. Sensitivities need the model (python/tierkv/calibrate.py).
+// the attention error they cause. Sensitivities need the model (python/tierkv/calibrate_model.py).
 #pragma once
 
 #include <functional>

@@ -93,7 +93,7 @@ void add_calibrate(CLI::App& app, int* exit_code) {
   c->add_flag("--json", args->json, "Summary as JSON");
   c->footer(
       "The sensitivities of heads, which `fast` and the default steps of `small` need, come from "
-      "the model:\npython -m tierkv.calibrate (docs/guides/calibrate.md).");
+      "the model:\npython -m tierkv.calibrate_model (docs/guides/calibrate.md).");
   c->callback([args, exit_code] { *exit_code = run(*args); });
 }
 

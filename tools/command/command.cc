@@ -78,7 +78,7 @@ void add_profile(CLI::App* command, std::string* path) {
   command->add_option(
       "--profile", *path,
       "Profile: statistics of the model, which replace each sequence's own. Made once "
-      "by `python -m tierkv.calibrate`, or by `tierkv calibrate` (no sensitivities)");
+      "by `python -m tierkv.calibrate_model`, or by `tierkv calibrate` (no sensitivities)");
 }
 
 void require_whole(CLI::Option* option, int64_t least, int64_t most) {

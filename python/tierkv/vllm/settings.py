@@ -3,7 +3,7 @@
 
     format        "k8v4", "k4v4" (the default), "k4v2" or "raw": of every layer
     layers        {"0": "k8v4", "2-5": "k4v2"}: formats of single layers and of ranges
-    profile       path of a profile (tierkv.calibrate): keys are reflected by its key means, so that zero points hold them
+    profile       path of a profile (tierkv.calibrate_model): keys are reflected by its key means, so that zero points hold them
     slice_tokens  cached tokens that prefill decodes at a time (default 16384)
     rotate        false: keys and values are not rotated
 """

@@ -123,22 +123,23 @@ std::vector<RowProfile> layer_statistics(const LayerData& data, const CacheLayou
 Status check_sensitivities(const Scheme& scheme, const Profile* profile) {
   const bool scaled = scheme.weighted() && scheme.default_steps;
   if (scaled && profile != nullptr && profile->key_sensitivity.empty()) {
-    return Status(StatusCode::kInvalidArgument,
-                  "its steps need sensitivities, which the profile does not hold "
-                  "(/key_sensitivity): take a profile from the model (python -m tierkv.calibrate), "
-                  "no profile, or steps of your own (k=, v=)");
+    return Status(
+        StatusCode::kInvalidArgument,
+        "its steps need sensitivities, which the profile does not hold "
+        "(/key_sensitivity): take a profile from the model (python -m tierkv.calibrate_model), "
+        "no profile, or steps of your own (k=, v=)");
   }
   if (!scheme.has_unlike_classes()) return Status::ok();
   if (profile == nullptr) {
     return Status(StatusCode::kInvalidArgument,
                   "its classes of heads need a profile with sensitivities (--profile, in Python "
-                  "profile=), which python -m tierkv.calibrate makes");
+                  "profile=), which python -m tierkv.calibrate_model makes");
   }
   if (profile->joint_sensitivity.empty()) {
     return Status(StatusCode::kInvalidArgument,
                   "its classes of heads need sensitivities, which the profile does not hold "
                   "(/joint_sensitivity): take a profile from the model (python -m "
-                  "tierkv.calibrate)");
+                  "tierkv.calibrate_model)");
   }
   return Status::ok();
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile of a Hugging Face model: python -m tierkv.calibrate --model FOLDER --text FILE... -o profile.h5
+"""A profile of a Hugging Face model: python -m tierkv.calibrate_model --model FOLDER --text FILE... -o profile.h5
 
 Statistics of keys, values and queries, and how far the model's predictions move when one head alone is coarse, each head in turn.
 Needs PyTorch and transformers; all is computed in float32. What was measured is kept after each layer, so that a run that was cut
@@ -27,7 +27,7 @@ def make_model(args: argparse.Namespace) -> CalibrationModel:
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser = command.options((__doc__ or "").split("\n")[0])
-    parser.prog = "python -m tierkv.calibrate"
+    parser.prog = "python -m tierkv.calibrate_model"
     parser.add_argument("--device", help="of PyTorch (default: cuda where there is one, else cpu)")
     parser.add_argument("--batch", type=int, default=16, help="sequences at a time; halved where the GPU's memory is too small (default 16)")
     return command.main(parser.parse_args(arguments), make_model)
