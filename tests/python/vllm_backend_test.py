@@ -3,6 +3,7 @@
 and its steps, with FlashAttention written out in torch."""
 import ast
 import contextlib
+import gc
 import importlib
 import pathlib
 import random
@@ -403,6 +404,24 @@ class Specs(unittest.TestCase):
             block_table_tensor=torch.zeros(1, 1, dtype=torch.int32), slot_mapping=torch.arange(4), causal=False)
         with self.assertRaisesRegex(ValueError, "not causal"):
             groups[0].get_metadata_builder(0).build(0, cam)
+
+    def test_values_of_another_width_are_refused(self):
+        config = config_of()
+        layer = layer_of(config, 0)
+        layer.head_size_v = 32
+        with self.assertRaisesRegex(ValueError, "model.layers.0.*32 channels beside keys of 64"):
+            backend.get_kv_cache_spec(layer, config)
+
+    def test_buffers_end_with_their_engine(self):
+        config = config_of()
+        for i in range(2):
+            layer_of(config, i)
+        _, groups, _ = start(config, 4)
+        shared = {g.get_metadata_builder(0).slices.data_ptr() for g in groups}
+        self.assertEqual((len(shared), len(backend._slices)), (1, 1))
+        del config, groups
+        gc.collect()
+        self.assertEqual(len(backend._slices), 0)
 
     def test_other_backends_keep_their_specs(self):
         config, given = config_of(), object()

@@ -72,7 +72,7 @@ class RefusalsTest(unittest.TestCase):
         refusals.refuse([], "anything")
 
     def test_layers_by_name(self):
-        for change, word in ((dict(head_dim=80), "head_dim 80"), (dict(head_dim_v=64), "64"), (dict(num_q_heads=136), "136"),
+        for change, word in ((dict(head_dim=80), "head_dim 80"), (dict(num_q_heads=136), "136"),
                              (dict(num_q_heads=30), "30"), (dict(dtype="float32"), "float32"), (dict(attn_type="encoder"), "encoder"),
                              (dict(kv_cache_dtype="fp8"), "fp8"), (dict(sliding_window=4096), "4096"),
                              (dict(logits_soft_cap=30.0), "30.0"), (dict(has_alibi=True), "ALiBi"), (dict(has_sinks=True), "sinks"),
@@ -192,6 +192,9 @@ class RegisterTest(unittest.TestCase):
             def is_overridden(self):
                 return self in overrides
 
+            def get_path(self):
+                return overrides[self]
+
         overrides = {}
         registry = types.ModuleType("registry")
         registry.AttentionBackendEnum = Enum
@@ -201,11 +204,14 @@ class RegisterTest(unittest.TestCase):
         before = {n: sys.modules.get(n) for n in fakes}
         sys.modules.update(fakes)
         try:
-            register()
-            register()
+            with self.assertNoLogs("tierkv.vllm"):
+                register()
+                register()
             self.assertEqual(overrides, {Enum.CUSTOM: BACKEND})
             overrides[Enum.CUSTOM] = "somebody.else"
-            register()
+            with self.assertLogs("tierkv.vllm", "WARNING") as logs:
+                register()
+            self.assertIn("somebody.else", logs.output[0])
             self.assertEqual(overrides, {Enum.CUSTOM: "somebody.else"})
         finally:
             for name, module in before.items():

@@ -18,13 +18,16 @@ BACKEND = "tierkv.vllm.backend.TierkvBackend"
 
 
 def register() -> None:
-    """Names the backend to vLLM as CUSTOM; once or many times. Somebody else's CUSTOM is left alone. A vLLM that tierkv does not serve gets a
-    warning: it may run another backend."""
+    """Names the backend to vLLM as CUSTOM; once or many times. Somebody else's CUSTOM is left alone, with a warning. So is a vLLM that tierkv
+    does not serve: it may run another backend."""
+    log = logging.getLogger(__name__)
     try:
         registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
     except ImportError as e:
-        logging.getLogger(__name__).warning("%s", unserved(str(e)))
+        log.warning("%s", unserved(str(e)))
         return
     custom = registry.AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
         registry.register_backend(custom, BACKEND)
+    elif custom.get_path() != BACKEND:
+        log.warning("vLLM's attention backend CUSTOM is %s already: it runs in place of tierkv's", custom.get_path())

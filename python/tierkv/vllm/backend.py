@@ -9,6 +9,7 @@ class of its own, because vLLM asks the class, not the layer, for a cache's shap
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Dict, List, Optional, Sequence, Tuple
 
@@ -159,6 +160,8 @@ def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
         return _original_get_kv_cache_spec(layer, vllm_config)
     if layer.attn_backend not in (TierkvBackend, *BACKENDS.values()):
         refuse([f"{layer.layer_name}, whose class has a {layer.attn_backend.__name__} of its own"], "this model")
+    if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
+        refuse([f"{layer.layer_name}, with values of {layer.head_size_v} channels beside keys of {layer.head_size}"], "this model")
     settings = check_engine(vllm_config)
     settings.check_layers(vllm_config.model_config.hf_text_config.num_hidden_layers)
     format = settings.format_of(layer_index(layer.layer_name))
@@ -264,9 +267,9 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
         self.faults = Faults(device)
         for x in self.layers:
             x.impl.faults = self.faults
-        self.slices: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
+        self.slices: Optional[torch.Tensor] = None  # [2, ...]: keys, values
         if scheduler.max_num_batched_tokens > MAX_QUERIES:
-            shape = (self.slice_tokens, self.layers[0].num_kv_heads, self.layers[0].head_size)
+            shape = (2, self.slice_tokens, self.layers[0].num_kv_heads, self.layers[0].head_size)
             self.slices = slice_buffers(shape, model.dtype, device)
 
     @property
@@ -303,7 +306,7 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
         return self._metadata(cam, direct, [self._sent_chunk(c, cam, upload) for c in chunks], (upload,))
 
     def _metadata(self, cam: CommonAttentionMetadata, direct: List[Direct], chunks: List[Chunk], kept: Tuple[Any, ...]) -> TierkvMetadata:
-        k, v = self.slices if self.slices is not None else (None, None)
+        k, v = self.slices if chunks and self.slices is not None else (None, None)
         return TierkvMetadata(cam.num_actual_tokens, direct, chunks, k, v, self.faults, kept)
 
     def _direct(self, cam: CommonAttentionMetadata, which: int, count: int, queries: int, sequences: Optional[torch.Tensor]) -> Direct:
@@ -353,10 +356,15 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
         return chunk
 
 
-@functools.lru_cache(maxsize=None)
-def slice_buffers(shape: Tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tuple[torch.Tensor, torch.Tensor]:
+_slices: "weakref.WeakValueDictionary[Any, torch.Tensor]" = weakref.WeakValueDictionary()  # the builders of an engine keep them
+
+
+def slice_buffers(shape: Tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Shared by all layers: they run one after another."""
-    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+    buffers = _slices.get((shape, dtype, device))
+    if buffers is None:
+        _slices[shape, dtype, device] = buffers = torch.empty(shape, dtype=dtype, device=device)
+    return buffers
 
 
 BUILDERS: Dict[str, "type[TierkvMetadataBuilder]"] = {

@@ -21,7 +21,6 @@ class LayerShape:
     num_q_heads: int
     num_kv_heads: int
     dtype: str = "bfloat16"
-    head_dim_v: Optional[int] = None  # None: head_dim
     attn_type: str = "decoder"
     kv_cache_dtype: str = "auto"
     sliding_window: Optional[int] = None
@@ -47,8 +46,6 @@ def refused_layer(s: LayerShape) -> List[str]:
     found = []
     if s.head_dim not in HEAD_DIMS:
         found.append(f"head_dim {s.head_dim}: 64, 96, 128 or 256 are needed")
-    if s.head_dim_v not in (None, s.head_dim):
-        found.append(f"values of {s.head_dim_v} channels beside keys of {s.head_dim}")
     if s.num_kv_heads < 1 or s.num_q_heads % s.num_kv_heads != 0 or s.num_q_heads > MAX_GROUP * s.num_kv_heads:
         found.append(f"{s.num_q_heads} query heads on {s.num_kv_heads} kv heads: 1 to {MAX_GROUP} of each are needed")
     if s.dtype not in ("float16", "bfloat16"):
