@@ -221,7 +221,7 @@ def writable(path: Path, force: bool, inputs: List[Path]) -> pathlib.Path:
     """Where the page goes: never over an input, over another file with force alone. Links are followed."""
     out = pathlib.Path(path)
     for given in inputs:
-        if out.exists() and out.samefile(given):
+        if out.exists() and os.path.exists(given) and out.samefile(given):
             raise ReportError(f"{out}: is the same file as the input {given}")
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ReportError(f"{out}: cannot be written: {'Is a directory' if out.is_dir() else 'its folder does not exist'}")

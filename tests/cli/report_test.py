@@ -282,6 +282,7 @@ class Report(CliTest):
         for out in (results, link):
             self.expect(draw(results, "-o", out, "--force"), 3, "the same file as the input")
         self.assertEqual(results.read_text(), Report.shared[0])
+        self.expect(draw(self.dir / "missing.json", "-o", page, "--force"), 3, "missing.json: cannot be read")
         self.expect(draw(results, "-o", self.dir / "no" / "r.html"), 3, "r.html", "cannot be written")
         self.expect(draw(results, "-o", "/dev/full"), 3, "/dev/full", "No space left on device")
         link.unlink(), link.symlink_to("report.html")
