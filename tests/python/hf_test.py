@@ -340,7 +340,7 @@ class Generation(unittest.TestCase):
             with self.subTest(kind):
                 torch.manual_seed(SEED)
                 config = AutoConfig.for_model(kind, **{**SHAPE, "hidden_size": 256})
-                for name, count in (("num_experts", 4), ("num_local_experts", 4), ("num_experts_per_tok", 2), ("head_dim", 64), ("sliding_window", None)):
+                for name, count in (("num_experts", 4), ("num_local_experts", 4), ("num_experts_per_tok", 4), ("head_dim", 64), ("sliding_window", None)):
                     if getattr(config, name, None):
                         setattr(config, name, count)
                 model = AutoModelForCausalLM.from_config(config).eval()
