@@ -6,6 +6,7 @@ import warnings
 
 from hf_model import SEED, SHAPE, model_of  # first: it finds the package, or ends the process
 
+import numpy as np
 import torch
 import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
@@ -42,7 +43,9 @@ class Refused(unittest.TestCase):
         for most in (0, -5):
             self.assertRaisesRegex(ValueError, "max_sequences", TierCache, max_sequences=most)
         self.assertRaisesRegex(TypeError, "max_tokens", TierCache, max_tokens="x")
-        cache = TierCache("k4v4", max_tokens=64)
+        self.assertRaisesRegex(TypeError, "path", TierCache, profile=3)
+        means, ones = np.zeros((2, 2, 64), np.float32), np.ones((2, 2))
+        cache = TierCache("k4v4", max_tokens=64, profile=tierkv.ProfileData("made", 2, 4, 2, 64, 0.125, means, means, ones, ones))
         self.assertEqual((cache.bytes_held, cache.raw_bytes), (0, 0))
         self.run_model(cache, torch.ones(1, 5, dtype=torch.long))
         self.assertRegex(repr(cache), r"k_bits=4.*tokens=\[5\]")
