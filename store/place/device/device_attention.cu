@@ -96,11 +96,13 @@ Status DevicePlace::attend_step(const LayerAttend& call, const LayerMoves& moves
     works.num_layers = 1;
     if (Status s = format_->require_capturable(works); !s) return s;
   }
+  const bool is_settled = book_.has_at(slots_of(moves, 1), call.layer);
   if (Status s = find_held(call, moves); !s) return s;
   DeviceAttendBody body = bodies_of(call, moves);
   float* const lse = call.lse == nullptr && call.count_query ? whole_lse_ : call.lse;
   body.lse = lse;
   RawAttendCall raw = raw_attend_call(call);
+  raw.is_settled = is_settled;
   raw.lse = body.count > 0 ? raw_lse_ : lse;
   if (body.count > 0) raw.sinks = nullptr;
   if (call.count_query && raw.group * raw.q_len <= kRawColumns) raw.kept = kept_scores_;

@@ -102,6 +102,7 @@ inline constexpr int32_t kKeptTiles = 8;   // of a row, whose scores stay for th
 struct RawAttendCall : RawCall {
   const int32_t* slots = nullptr;   // [count]
   const LayerTokens* at = nullptr;  // [count]
+  bool is_settled = false;          // both were complete before the last kernel on the stream began
   int32_t group = 0, q_len = 1;
   int32_t newer = 0;            // tokens behind that of the last query
   const uint16_t* q = nullptr;  // [count, q_len, num_kv_heads * group, head_dim] of dtype, aligned

@@ -1,14 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over what a row holds raw, its sinks and its ring: a CTA per row, its warps by tiles of
-// 16 tokens, eight columns (query, head of the group) at once. Where there are bodies, attention
-// over them comes behind and joins both. What the queries saw of the ring's tokens is added to
-// their RawScores when all is joined: the scores of the first tiles are kept for that, those of the
-// others are computed again.
+// 16 tokens, eight columns (query, head of the group) at once. Attention over bodies comes behind.
 //
-// Tokens lie one behind the other. A lane loads 16 bytes of a key or value and takes them for its
-// part of an operand of mma.m16n8k16: which dims an operand has is free, if queries and outputs
-// have the same. Operands of values need two tokens in a word, so a lane loads both.
-// Bound: the bytes of the ring, 40 KB a row of head_dim 128 with 80 tokens.
+// A lane takes 16 bytes of a token as its part of operands of mma.m16n8k16, whose dims are free, and
+// of values two tokens. Bound: their bytes, 40 KB a row of 128 dims with 80 tokens.
 #pragma once
 
 #include "attention/core/parts_join.cuh"
@@ -68,7 +63,7 @@ __device__ __forceinline__ RawRow raw_row(const RawAttendCall& c) {
   return r;
 }
 
-// Column `index`: query index / group, head index % group. Those behind the last are zeros.
+// Column i: query i / group, head i % group. Those behind the last are zeros.
 struct Column {
   int32_t query, head;
   bool is_real;
@@ -353,7 +348,8 @@ struct RawAttend : RawWarp<kHeadDim> {
   }
 };
 
-// Adds to the scores of a row's ring what the queries saw. c.lse: of all tokens.
+// Adds to the RawScores of a row's ring what the queries saw. Scores of the first tiles are kept
+// for that, those of the others are computed again. c.lse: of all tokens.
 template <int32_t kHeadDim>
 struct RawCount : RawWarp<kHeadDim> {
   using Base = RawWarp<kHeadDim>;
@@ -387,46 +383,57 @@ struct RawCount : RawWarp<kHeadDim> {
     __syncwarp();
   }
 
-  // The same for a single query and an item whose scores are there: lanes t = 0 and 1 have a token
-  // each.
-  __device__ __forceinline__ void count_one_query(int32_t item, const float (&lse)[2]) {
-    const int32_t position = (r.first_tile + item) * kTileTokens + g + 8 * t;
-    const bool counts =
-        t < 2 && position >= r.first && position < least(r.at.tokens, position_of(0));
-    auto* const score = reinterpret_cast<RawScore*>(r.bytes + c.raw.score_byte(position));
-    RawScore sum;
-    if (counts) sum = *score;
-    const float4 x = kept_scores(item);
-    float seen[2] = {fmaxf(probability(x.x, lse[0]), probability(x.y, lse[1])),
-                     fmaxf(probability(x.z, lse[0]), probability(x.w, lse[1]))};
+  // The log-sum-exp of a column, in log2 units; that of one that is not real lets nothing through.
+  __device__ __forceinline__ float lse_of(const Column& column) {
+    return column.is_real ? c.lse[Base::line_of(column)] * kLog2E : -INFINITY;
+  }
+
+  // For a single query and kept scores. Lanes t = 0 and 1 have a token each, of kItems at once.
+  __device__ __forceinline__ void count_one_query() {
+    constexpr int32_t kItems = 2;
+    const float lse[2] = {lse_of(column_at(2 * t)), lse_of(column_at(2 * t + 1))};
+    for (int32_t first = Base::first_item(); first < r.ring_tiles; first += kItems * kAttendWarps) {
+      float4 x[kItems];
+      RawScore* to[kItems];
+      RawScore sum[kItems];
 #pragma unroll
-    for (int32_t lanes = 1; lanes < 4; lanes *= 2) {
-      for (float& y : seen) y = fmaxf(y, __shfl_xor_sync(kFullWarp, y, lanes));
+      for (int32_t i = 0; i < kItems; ++i) {
+        const int32_t item = first + i * kAttendWarps;
+        const bool is_there = item >= 0 && item < r.ring_tiles;
+        const int32_t position = (r.first_tile + item) * kTileTokens + g + 8 * t;
+        const bool counts = is_there && t < 2 && position >= r.first &&
+                            position < least(r.at.tokens, position_of(0));
+        to[i] =
+            counts ? reinterpret_cast<RawScore*>(r.bytes + c.raw.score_byte(position)) : nullptr;
+        if (counts) sum[i] = *to[i];
+        x[i] = is_there ? kept_scores(item) : float4{};
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kItems; ++i) {
+        float seen[2] = {fmaxf(probability(x[i].x, lse[0]), probability(x[i].y, lse[1])),
+                         fmaxf(probability(x[i].z, lse[0]), probability(x[i].w, lse[1]))};
+#pragma unroll
+        for (int32_t lanes = 1; lanes < 4; lanes *= 2) {
+          for (float& y : seen) y = fmaxf(y, __shfl_xor_sync(kFullWarp, y, lanes));
+        }
+        if (to[i] == nullptr || sum[i].count < 0) continue;
+        sum[i].sum = fminf(sum[i].sum + (t == 0 ? seen[0] : seen[1]), kMostSum);
+        sum[i].count = least(sum[i].count + 1, kMostCounted);
+        *to[i] = sum[i];
+      }
     }
-    if (!counts || sum.count < 0) return;
-    sum.sum = fminf(sum.sum + (t == 0 ? seen[0] : seen[1]), kMostSum);
-    sum.count = least(sum.count + 1, kMostCounted);
-    *score = sum;
   }
 
   // As HostPlace::count_query(): a query counts for the ring's tokens before its own. By a CTA.
   __device__ __forceinline__ void count_seen() {
+    if (c.q_len == 1 && keeps(r.ring_tiles - 1)) return count_one_query();
     const int32_t columns = c.group * c.q_len;
     for (auto i = static_cast<int32_t>(threadIdx.x); i < columns; i += kAttendThreads) {
-      shared.lse[i] = c.lse[Base::line_of(column_at(i))] * kLog2E;
+      shared.lse[i] = lse_of(column_at(i));
     }
     __syncthreads();
-    float lse[2];
-#pragma unroll
-    for (int32_t i = 0; i < 2; ++i) {
-      lse[i] = column_at(2 * t + i).is_real ? shared.lse[2 * t + i] : -INFINITY;
-    }
     for (int32_t item = Base::first_item(); item < r.ring_tiles; item += kAttendWarps) {
       if (item < 0) continue;
-      if (c.q_len == 1 && keeps(item)) {
-        count_one_query(item, lse);
-        continue;
-      }
       for (int32_t j = 0; lane < kTileTokens && j < c.q_len; ++j) shared.largest[warp][j][lane] = 0;
       __syncwarp();
       if (keeps(item)) {
@@ -463,11 +470,12 @@ template <int32_t kHeadDim>
 __global__ void __launch_bounds__(kAttendThreads, kHeadDim <= 128 ? 4 : 1)
     raw_attend_kernel(const __grid_constant__ RawAttendCall c) {
   extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
+  if (!c.is_settled) wait_for_previous_kernel();
+  RawAttend<kHeadDim> row{{c}, *reinterpret_cast<RawAttendShared<kHeadDim>*>(attend_shared_bytes)};
+  if (threadIdx.x == 0) prefetch_bytes(row.r.bytes, static_cast<uint32_t>(c.raw.row_bytes));
   wait_for_previous_kernel();
   let_next_kernel_start();
-  RawAttend<kHeadDim> row{{c}, *reinterpret_cast<RawAttendShared<kHeadDim>*>(attend_shared_bytes)};
-  // Attention over bodies lets every query see all of them. The host knows, but for a captured call
-  // whose sequence was truncated since.
+  // Attention over bodies lets every query see all of them: refused, but for captured calls, here.
   const RawRow& r = row.r;
   if (threadIdx.x == 0 && r.at.body_end > 0 && row.position_of(0) + 1 < r.at.body_end) {
     report_fault(c.fault, {StatusCode::kInvalidArgument, r.slot, c.layer, r.kv_head});
