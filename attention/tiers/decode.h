@@ -92,7 +92,7 @@ TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t columns, i
   s.states = s.places + warps * kMaxSlots * kChunkHeaderBytes;
   s.ends = s.states + warps * 2 * columns * 8;
   s.part_rows = s.ends + 2 * static_cast<int32_t>(sizeof(WorkItem));
-  s.parts = s.part_rows + warps * 2 * 4;
+  s.parts = ceil_div(s.part_rows + warps * 2 * 4, 16) * 16;  // joined as float4
   s.bytes = s.parts + warps * columns * head_dim * 4;
   return s;
 }

@@ -84,18 +84,25 @@ TEST(AttentionGrid, PagesOfClassesFitTwiceIntoTheRings) {
 }
 
 // A byte between two parts is a byte less for the rings of pages.
-TEST(AttentionGrid, PartsOfSharedMemoryFollowEachOtherWithoutGaps) {
-  const int32_t head_dim = 96, columns = 5, slot_bytes = 3072, slots = 3, warps = 4;
-  const DecodeShared s = decode_shared(head_dim, columns, slot_bytes, slots, warps);
-  const auto per_warp = [&](int32_t bytes) { return warps * bytes; };
-  EXPECT_EQ(s.full, per_warp(slots * slot_bytes));
-  EXPECT_EQ(s.headers - s.full, per_warp(kMaxSlots * static_cast<int32_t>(sizeof(uint64_t))));
-  EXPECT_EQ(s.places - s.headers, per_warp(kMaxSlots * kChunkHeaderBytes));
-  EXPECT_EQ(s.states - s.places, per_warp(kMaxSlots * kChunkHeaderBytes));
-  EXPECT_EQ(s.ends - s.states, per_warp(2 * columns * static_cast<int32_t>(sizeof(SoftmaxState))));
-  EXPECT_EQ(s.part_rows - s.ends, 2 * static_cast<int32_t>(sizeof(WorkItem)));
-  EXPECT_EQ(s.parts - s.part_rows, per_warp(2 * static_cast<int32_t>(sizeof(int32_t))));
-  EXPECT_EQ(s.bytes - s.parts, per_warp(columns * head_dim * static_cast<int32_t>(sizeof(float))));
+TEST(AttentionGrid, PartsOfSharedMemoryAreAlignedWithoutOtherGaps) {
+  const int32_t head_dim = 96, columns = 5, slot_bytes = 3072, slots = 3;
+  for (int32_t warps = 1; warps <= kDecodeWarps; ++warps) {
+    SCOPED_TRACE(warps);
+    const DecodeShared s = decode_shared(head_dim, columns, slot_bytes, slots, warps);
+    const auto per_warp = [&](size_t bytes) { return warps * static_cast<int32_t>(bytes); };
+    EXPECT_EQ(s.full, per_warp(slots * slot_bytes));
+    EXPECT_EQ(s.headers - s.full, per_warp(kMaxSlots * sizeof(uint64_t)));
+    EXPECT_EQ(s.places - s.headers, per_warp(kMaxSlots * kChunkHeaderBytes));
+    EXPECT_EQ(s.states - s.places, per_warp(kMaxSlots * kChunkHeaderBytes));
+    EXPECT_EQ(s.ends - s.states, per_warp(2 * columns * sizeof(SoftmaxState)));
+    EXPECT_EQ(s.part_rows - s.ends, 2 * static_cast<int32_t>(sizeof(WorkItem)));
+    EXPECT_EQ(s.parts / 16, (s.part_rows + per_warp(2 * sizeof(int32_t)) + 15) / 16);
+    EXPECT_EQ(s.bytes - s.parts, per_warp(columns * head_dim * sizeof(float)));
+    // Barriers and states are read as 8 bytes, headers and parts as 16.
+    EXPECT_EQ(s.full % 8 + s.states % 8, 0);
+    EXPECT_EQ(s.headers % 16 + s.places % 16 + s.parts % 16, 0);
+    EXPECT_EQ(s.ends % static_cast<int32_t>(alignof(WorkItem)), 0);
+  }
 }
 
 TEST(AttentionGrid, TooLittleSharedMemoryIsRefusedByName) {
