@@ -223,7 +223,11 @@ Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, 
     }
     sink.basis[c] = &bases[c].basis;
   }
-  const std::vector<int64_t> list = part_tokens(plan, Component::kKey, static_cast<Part>(key.part));
+  const auto part = static_cast<Part>(key.part);
+  const std::vector<int64_t> list = part_tokens(plan, Component::kKey, part);
+  if (list != part_tokens(plan, Component::kValue, part)) {
+    return corrupt_chunk(key, "the row map gives its keys and values different tokens");
+  }
   const std::vector<int32_t> positions(list.begin(), list.end());
   const auto total = static_cast<int32_t>(positions.size());
   std::vector<uint8_t> bytes;

@@ -268,6 +268,31 @@ TEST_F(ContainerFileTest, PagesThatContradictTheRowMapAreRefused) {
   EXPECT_THAT(both.verify_as(path("b.tkv")).message(), HasSubstr("is stored as pages"));
 }
 
+// Pages hold keys and values of the same tokens, so that none has the values of a key gap.
+TEST_F(ContainerFileTest, PagesBesideAKeyGapAreRefused) {
+  const auto chunks_of = [&](int64_t tokens) {
+    datasets::DumpReader reader = dump({tokens}, 64, DType::kFloat16);
+    compressed(reader, "k8v4:window=10");
+    return Chunks(path("a.tkv"));
+  };
+  const std::vector<uint8_t> format = chunks_of(300).at(ChunkKind::kPageFormat).second;
+  const int64_t full = parse_page_format(format, 64)->shape.tokens, tokens = full + 20;
+  Chunks chunks = chunks_of(tokens);
+  EXPECT_TRUE(chunks.verify_as(path("b.tkv")).is_ok());
+  // The second page's 10 tokens become a gap, with the window's keys.
+  std::vector<uint8_t>& row = chunks.at(ChunkKind::kRow).second;
+  RowPlan plan = parse_row(row, tokens).value();
+  plan.key_body_end = full;
+  row = serialize_row(plan);
+  auto& page = chunks.at(ChunkKind::kPage, 1);
+  page = chunks.at(ChunkKind::kSegment);
+  ASSERT_EQ(page.first.key.part, static_cast<uint8_t>(Part::kWindow));
+  page.first.key.part = static_cast<uint8_t>(Part::kKeyGap);
+  const Status s = chunks.verify_as(path("b.tkv"));
+  EXPECT_EQ(s.code(), StatusCode::kCorrupt);
+  EXPECT_THAT(s.message(), HasSubstr("b.tkv: page of"));
+}
+
 TEST_F(ContainerFileTest, AFamilyOfBooksThatContradictEachOtherIsRefused) {
   datasets::DumpReader reader = dump({300}, 64, DType::kFloat16);
   compressed(reader, "small:books=2,sinks=0");
