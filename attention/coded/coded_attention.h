@@ -7,7 +7,7 @@
 // levels, serve a call: the scope of KVComp section 3.2, a layer. Every query sees all of a row's
 // blocks.
 //
-//   scores    S^T = K Q^T     keys as attention/coded/weighted_tables.h has them
+//   scores    S^T = K Q^T     keys over their scales, which go with the queries: WeightedRows
 //   output    O^T = V^T P^T   codes of V times p times the factors of the tokens
 //
 // Bad input: what the bytes say is checked before it is used as a size or a position; a stream that
@@ -61,15 +61,21 @@ struct CodedComponent {
   DeviceCodebook codebook;
 };
 
-// What coded blocks need beside their codes; the tables are made by
-// attention/coded/weighted_tables.h.
+// What coded blocks need beside their codes. check_weighted_keys() says which rows may be attended
+// to, weighted_turns() makes the turns (attention/coded/weighted_tables.h).
 //
-// Keys lie before RoPE: a query is turned back by the position of a block's first token, a decoded
-// key is turned by its place in the block, in fp16.
+// A key before RoPE is x = fma(code * f(e), scale_d, mean_d) (codec/format/weighted_step.h). Scales
+// are those of pairs of dims that turn together, so they go with the queries; keys are
+//   2^-9 x / scale_d = fma(code * 2^-24, f(e) * 2^15, 2^-9 mean_d / scale_d)
+// in fp16. Queries are multiplied by key_scales, scale_d over twice the row's largest one, so that
+// fp16 holds a pair of any query turned back; the row's unit, 2^10 times its largest scale,
+// multiplies scores. A query is turned back by the position of a block's first token, a decoded key
+// is turned by its place in the block.
 struct WeightedRows {
   // Arrays are in device memory, 16-byte aligned.
-  const float* key_scales = nullptr;      // [num_steps, head_dim]
-  const uint16_t* key_means = nullptr;    // fp16, [num_steps, head_dim], ordered
+  const float* key_scales = nullptr;  // [num_steps, head_dim]
+  // fp16, [num_steps, head_dim]: 2^-9 mean_d / scale_d, in the order of the registers.
+  const uint16_t* key_means = nullptr;
   const uint16_t* place_turns = nullptr;  // fp16, [64 * head_dim]; null without RoPE
   // fp16, [num_block_turns, head_dim], ordered: cosines and sines of the first coded position of
   // each block, position sink_tokens in block 0. Null without RoPE.

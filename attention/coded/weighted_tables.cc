@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/coded/weighted_tables.h"
 
-#include <algorithm>
 #include <cmath>
 #include <string>
 
 #include "attention/coded/key_turning.h"
 #include "codec/format/coded_block_format.h"
+#include "codec/format/head_dim.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
@@ -83,39 +83,24 @@ void block_turns(const RopeTable& rope, int64_t position, int32_t head_dim,
 
 }  // namespace
 
-Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row) {
+Status check_weighted_keys(const WeightedRow& row) {
   if (Status s = row.validate(); !s) return s;
-  if (row.head_dim % kDimBlock != 0) {
-    return Status(StatusCode::kInvalidArgument, "weighted attention: head_dim");
-  }
-  const auto dims = static_cast<size_t>(row.head_dim);
-  WeightedKeyChannels channels;
-  channels.scales.assign(dims, row.key_step);
-  for (size_t d = 0; d < row.key_weight.size(); ++d) {
-    channels.scales[d] = dim_scale(row.key_step, row.key_weight[d]);
-  }
+  if (!is_known_head_dim(row.head_dim)) return unsupported("head_dim must be 64, 96, 128 or 256");
+  const auto scale = [&](size_t d) {
+    return row.key_weight.empty() ? row.key_step : dim_scale(row.key_step, row.key_weight[d]);
+  };
   for (int32_t i = 0; row.rope != nullptr && i < row.rope->pairs; ++i) {
-    const auto first = static_cast<size_t>(pair_first(row.rope->pairing, i));
-    const auto second = static_cast<size_t>(pair_second(row.rope->pairing, row.rope->pairs, i));
-    if (channels.scales[first] != channels.scales[second]) {
+    if (scale(pair_first(row.rope->pairing, i)) !=
+        scale(pair_second(row.rope->pairing, row.rope->pairs, i))) {
       return unsupported("weights that differ between dims that turn together");
     }
   }
-  // Per (two dim blocks in their order, lane % 4): the means of a lane's four pairs of dims.
-  const int32_t blocks = row.head_dim / kDimBlock;
-  for (int32_t i = 0; i < row.head_dim; ++i) {
-    const int32_t pair = i / 2 % 4, lane = i / 8 % 4;
-    const int32_t f = key_block_at(blocks, i / 32 * 2 + pair / 2);
-    const auto d = static_cast<size_t>(f * kDimBlock + pair % 2 * 8 + lane * 2 + i % 2);
-    const float mean = row.key_mean.empty() ? 0.0f : half_to_float(row.key_mean[d]);
-    const float of_scale = 0x1p-9f * mean / channels.scales[d];
-    if (!(std::abs(of_scale) <= 32768.0f)) return unsupported("means of 2^24 steps");
-    channels.means.push_back(float_to_half(of_scale));
+  for (size_t d = 0; d < row.key_mean.size(); ++d) {
+    if (!(std::abs(half_to_float(row.key_mean[d]) / scale(d)) <= 0x1p24f)) {
+      return unsupported("means of 2^24 steps");
+    }
   }
-  const float largest = *std::max_element(channels.scales.begin(), channels.scales.end());
-  for (float& scale : channels.scales) scale /= 2 * largest;
-  channels.unit = 0x1p10f * largest;
-  return channels;
+  return Status::ok();
 }
 
 Result<WeightedTurns> weighted_turns(const RopeTable& rope, int32_t head_dim, int32_t sink_tokens) {

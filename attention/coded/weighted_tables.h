@@ -1,13 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention over coded blocks multiplies by, in the order of its registers: made once for a
-// layer and its profile, on the host.
-//
-// A key of a block is x = fma(code * f(e), scale_d, mean_d) before RoPE
-// (codec/format/weighted_step.h). Scales are those of pairs of dims that turn together, so they go
-// with the queries; keys are
-//   2^-9 x / scale_d = fma(code * 2^-24, f(e) * 2^15, 2^-9 mean_d / scale_d)
-// in fp16. Queries are multiplied by scales over twice the largest one, so that fp16 holds a pair
-// of any query turned back; 2^10 times the largest scale multiplies scores.
+// What attention over coded blocks needs of a layer and its profile, on the host: the rotation in
+// the order of the kernel's registers, and whether the keys fit its fp16.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +12,9 @@
 
 namespace tierkv {
 
-// WeightedRows::key_scales and key_means of one row, and the entry of CodedComponent::steps that
-// goes with them.
-struct WeightedKeyChannels {
-  float unit = 1;
-  std::vector<float> scales;    // [head_dim], the largest being 1/2
-  std::vector<uint16_t> means;  // fp16 [head_dim], in the order of the registers
-};
-// kInvalidArgument where the row is not valid or head_dim is not a multiple of 16; kUnsupported
-// where the weights of a pair differ, or where a mean is 2^24 times its scale.
-Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row);
+// kInvalidArgument where the row is not valid; kUnsupported for a head_dim without kernels, where
+// the weights of dims that turn together differ, and where a mean is beyond 2^24 of its scale.
+Status check_weighted_keys(const WeightedRow& row);
 
 // WeightedRows::place_turns and block_turns.
 struct WeightedTurns {

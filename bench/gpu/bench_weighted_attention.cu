@@ -245,14 +245,7 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   const int32_t sets = std::max(1, kMostItems / (rows * per_row));
   const Laid keys(unique[0], Laid::lay(unique[0], dump.heads, per_row)),
       values(unique[1], Laid::lay(unique[1], dump.heads, per_row));
-  WeightedRow row;
-  row.head_dim = dims;
-  row.key_step = 0.1f;
-  row.value_step = 0.1f;
-  row.key_mean = normal_halves(static_cast<size_t>(dims), 0.3f);
-  row.key_weight.assign(static_cast<size_t>(dims), 1.0f);
-  auto channels = weighted_key_channels(row);
-  if (!channels.is_ok()) fail(channels.status().message());
+  const float step = 0.1f;  // of keys, of which all weights are 1, and of values
   Rope rope = Rope::plain(10000, dims);
   rope.pairing = v.pairing;
   if (v.pairing == RopePairing::kNone) rope = Rope{};
@@ -260,11 +253,12 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   if (!table.is_ok()) fail(table.status().message());
   auto turns = weighted_turns(*table, dims, kSinks);
   if (!turns.is_ok()) fail(turns.status().message());
-  const Device<uint16_t> key_means(channels->means), place(turns->place);
-  const Device<float> key_scales(channels->scales);
-  const Device<uint16_t> block(turns->block);
-  const Device<float> unit(std::vector<float>{channels->unit}),
-      value_step(std::vector<float>{row.value_step});
+  const auto channels = static_cast<size_t>(dims);
+  const Device<uint16_t> key_means(normal_halves(channels, 0x1p-9f * 0.3f / step)),
+      place(turns->place), block(turns->block);
+  const Device<float> key_scales(std::vector<float>(channels, 0.5f));
+  const Device<float> unit(std::vector<float>{0x1p10f * step}),
+      value_step(std::vector<float>{step});
   std::vector<CodedRow> all;
   for (int32_t i = 0; i < rows * sets; ++i) {
     CodedRow r;

@@ -342,13 +342,19 @@ TEST_F(EmulatedWeightedAttention, RefusesWhatItDoesNotSupport) {
   call.weighted.pairs = 65;
   EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
   WeightedRow row = w.steps.front();
-  ASSERT_TRUE(weighted_key_channels(row).is_ok());
+  ASSERT_TRUE(check_weighted_keys(row));
   row.key_weight.front() *= 2;
-  EXPECT_EQ(weighted_key_channels(row).status().code(), StatusCode::kUnsupported);
+  EXPECT_EQ(check_weighted_keys(row).code(), StatusCode::kUnsupported);
   row = w.steps.front();
   row.key_step = 0x1p-20f;
   row.key_mean.front() = float_to_half(65504.0f);
-  EXPECT_EQ(weighted_key_channels(row).status().code(), StatusCode::kUnsupported);
+  EXPECT_EQ(check_weighted_keys(row).code(), StatusCode::kUnsupported);
+  for (const int32_t head_dim : {16, 48, 80, 112, 192}) {
+    WeightedRow other;
+    other.head_dim = head_dim;
+    other.key_step = other.value_step = 1;
+    EXPECT_EQ(check_weighted_keys(other).code(), StatusCode::kUnsupported) << head_dim;
+  }
 }
 
 }  // namespace

@@ -185,17 +185,42 @@ inline void add_blocks(World* w, CodeSource* source, int32_t c, const WeightedRo
   w->y[c].insert(w->y[c].end(), x.begin(), x.end());
 }
 
+// WeightedRows::key_scales and key_means of a row and its unit.
+struct KeyChannels {
+  float unit = 1;
+  std::vector<float> scales;
+  std::vector<uint16_t> means;
+};
+inline KeyChannels key_channels(const WeightedRow& row) {
+  const auto scale = [&](size_t d) { return dim_scale(row.key_step, row.key_weight[d]); };
+  const auto dims = static_cast<size_t>(row.head_dim);
+  KeyChannels channels;
+  float largest = 0;
+  for (size_t d = 0; d < dims; ++d) largest = std::max(largest, scale(d));
+  channels.unit = 0x1p10f * largest;
+  for (size_t d = 0; d < dims; ++d) channels.scales.push_back(scale(d) / (2 * largest));
+  // Per (two dim blocks in their order, lane % 4): the means of a lane's four pairs of dims.
+  for (int32_t i = 0; i < row.head_dim; ++i) {
+    const int32_t pair = i / 2 % 4, lane = i / 8 % 4;
+    const int32_t f = key_block_at(row.head_dim / kDimBlock, i / 32 * 2 + pair / 2);
+    const auto d = static_cast<size_t>(f * kDimBlock + pair % 2 * 8 + lane * 2 + i % 2);
+    channels.means.push_back(float_to_half(0x1p-9f * half_to_float(row.key_mean[d]) / scale(d)));
+  }
+  return channels;
+}
+
 inline void make_tables(World* w) {
   auto turns = weighted_turns(w->rope, w->shape.head_dim, w->shape.sinks);
   ASSERT_TRUE(turns.is_ok()) << turns.status().message();
   w->turns = *turns;
   for (const WeightedRow& row : w->steps) {
-    auto channels = weighted_key_channels(row);
-    ASSERT_TRUE(channels.is_ok()) << channels.status().message();
-    w->units.push_back(channels->unit);
+    const Status usable = check_weighted_keys(row);
+    ASSERT_TRUE(usable) << usable.message();
+    const KeyChannels channels = key_channels(row);
+    w->units.push_back(channels.unit);
     w->value_steps.push_back(row.value_step);
-    w->key_scales.insert(w->key_scales.end(), channels->scales.begin(), channels->scales.end());
-    w->key_means.insert(w->key_means.end(), channels->means.begin(), channels->means.end());
+    w->key_scales.insert(w->key_scales.end(), channels.scales.begin(), channels.scales.end());
+    w->key_means.insert(w->key_means.end(), channels.means.begin(), channels.means.end());
   }
 }
 

@@ -32,7 +32,7 @@ struct DeviceRowTables {
   float* value_steps = nullptr;        // [rows]
   float* key_scales = nullptr;         // [rows, head_dim]
   uint16_t* key_means = nullptr;       // [rows, head_dim]
-  float* query_units = nullptr;        // [rows]: WeightedKeyChannels::unit
+  float* query_units = nullptr;        // [rows]: units of WeightedRows
   float* query_scales = nullptr;       // [rows, head_dim]
   uint16_t* query_means = nullptr;     // [rows, head_dim]
   const float* key_weights = nullptr;  // [num_layers, num_kv_heads, head_dim]

@@ -378,7 +378,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     const int64_t record_bytes = device_.shape.record_bytes();
     std::vector<uint8_t> records(rows.size() * record_bytes);
     for (size_t h = 0; h < rows.size(); ++h) {
-      const Status usable = weighted_key_channels(rows[h]).status();
+      const Status usable = check_weighted_keys(rows[h]);
       if (!usable) return usable.with_context("kv_head " + std::to_string(h));
       put_record(rows[h], records.data() + h * record_bytes);
     }

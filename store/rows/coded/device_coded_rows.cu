@@ -13,7 +13,7 @@ Result<std::unique_ptr<DeviceRowFormat>> make_device_coded_rows(const StoreConfi
     if (coded->is_raw_layer(l) || coded->needs_tokens(l)) continue;
     for (int32_t h = 0; h < config.layout.num_kv_heads; ++h) {
       const Result<WeightedRow> row = coded->fit_row(l, h, {});
-      const Status s = row ? weighted_key_channels(*row).status() : row.status();
+      const Status s = row ? check_weighted_keys(*row) : row.status();
       if (!s) {
         return s.with_context("profile, layer " + std::to_string(l) + ", kv_head " +
                               std::to_string(h));

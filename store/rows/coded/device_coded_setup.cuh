@@ -77,7 +77,8 @@ struct MakeRowTables {
   }
 
  private:
-  // As weighted_key_channels(). constants: the row's place among the layers' rows.
+  // What quantises the row, and its part of WeightedRows. constants: the row's place among the
+  // layers' rows.
   __device__ void make(int32_t row, int32_t constants, const uint8_t* record) const {
     const auto& state = *reinterpret_cast<const CodedRowState*>(record);
     const auto* means = reinterpret_cast<const uint16_t*>(record + sizeof(CodedRowState));
