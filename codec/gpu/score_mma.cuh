@@ -89,7 +89,7 @@ template <int32_t kHeadDim, DType kDtype, class Taker>
 __device__ __forceinline__ void multiply_stream(uint8_t* shared, const RowSource& rows,
                                                 const CtaTile& tile, const RowSource& columns,
                                                 const StreamShape& stream, const float* lse,
-                                                int32_t total_tokens, TileRange needed,
+                                                int32_t total_tokens, ScoreTiles needed,
                                                 Taker* taker) {
   using Shape = MmaShape<kHeadDim>;
   const int32_t parts = stream.tiles() * Shape::kParts;

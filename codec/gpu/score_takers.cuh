@@ -13,7 +13,7 @@
 namespace tierkv {
 
 // Tiles of the stream that a warpgroup needs; the others it lets pass.
-struct TileRange {
+struct ScoreTiles {
   int32_t begin, end;
 };
 
@@ -79,7 +79,7 @@ struct SignificanceTaker {
     return stream.tokens.position(stream.begin + tile * stream.tokens_per_tile());
   }
   // From the first tile with a query after the first key.
-  __device__ __forceinline__ TileRange needed(const CtaTile&) const {
+  __device__ __forceinline__ ScoreTiles needed(const CtaTile&) const {
     const int32_t begin =
         (stream.tokens.index_from(first_key + 1) - stream.begin) / stream.tokens_per_tile();
     return {min(begin, stream.tiles()), stream.tiles()};
@@ -159,7 +159,7 @@ struct LseTaker {
     }
   }
   // Up to the last tile with a key that the last query sees.
-  __device__ __forceinline__ TileRange needed(const CtaTile& tile) const {
+  __device__ __forceinline__ ScoreTiles needed(const CtaTile& tile) const {
     if (tile.index(first_row) >= tile.count) return {0, 0};
     const int32_t seen = min(tile.token(first_row + 64 * kSubTiles - 1) + 1, end) - begin;
     return {0, (max(seen, 0) + kColumns - 1) / kColumns};

@@ -131,7 +131,7 @@ template <int32_t kHeadDim, DType kDtype, class Taker>
 __device__ __forceinline__ void multiply_tiles(
     const SharedTiles<kHeadDim>& shared,
     const uint32_t (&rows)[ScoreShape<kHeadDim>::kSubTiles][ScoreShape<kHeadDim>::kSteps][4],
-    int32_t before, int32_t tiles, TileRange needed, Taker* taker) {
+    int32_t before, int32_t tiles, ScoreTiles needed, Taker* taker) {
   using Shape = ScoreShape<kHeadDim>;
   constexpr int32_t kLast = Shape::kSubTiles - 1;
   const int32_t warpgroup = warpgroup_index();

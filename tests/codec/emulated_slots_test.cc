@@ -19,7 +19,7 @@
 namespace tierkv {
 
 __align__(16) uint8_t
-    shared_bytes[std::max(kTilesSharedBytes<256>, kDecodeWarps* kDecodeWarpBytes<256>)];
+    shared_bytes[std::max(kTilesSharedBytes<256>, kBlockDecodeWarps* kBlockDecodeWarpBytes<256>)];
 
 namespace {
 
@@ -56,7 +56,8 @@ class EmulatedSlots : public RandomTest {
     });
   }
   void decode(const BlockDecode& d) {
-    const auto ctas = static_cast<int32_t>((decode_warps(d) + kDecodeWarps - 1) / kDecodeWarps);
+    const auto ctas =
+        static_cast<int32_t>((decode_warps(d) + kBlockDecodeWarps - 1) / kBlockDecodeWarps);
     with_head_dim(d.cache.layout.head_dim(), [&]<int32_t kDim>() {
       run(ctas, d.count, [&] { decode_blocks_kernel<kDim>(d); });
     });

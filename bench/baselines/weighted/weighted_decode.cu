@@ -10,7 +10,7 @@
 namespace tierkv {
 namespace {
 
-__global__ void __launch_bounds__(kDecodeWarps * 32, 1)
+__global__ void __launch_bounds__(kCodedDecodeWarps * 32, 1)
     decode_kernel(const __grid_constant__ WeightedDecode call) {
   extern __shared__ __align__(1024) uint8_t shared[];
   decode_weighted_items(call, shared);
@@ -26,7 +26,7 @@ Status decode_weighted(const WeightedDecode& call, GpuStream stream) {
   // The region's own alignment may cost its size once more.
   const int32_t base = weighted_region_bytes(call) + weighted_decode_cta_bytes(call) + 16;
   const int32_t each = weighted_decode_warp_bytes(call);
-  const int32_t warps = std::min(kDecodeWarps, (limits->shared_bytes - base) / each);
+  const int32_t warps = std::min(kCodedDecodeWarps, (limits->shared_bytes - base) / each);
   if (warps < 1) {
     return Status(StatusCode::kUnsupported, "weighted decode: too little shared memory");
   }

@@ -12,7 +12,7 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kDecodeWarps = 16;
+inline constexpr int32_t kCodedDecodeWarps = 16;
 // Codes from one token of a tile to the next: lanes of eight tokens meet in no bank.
 inline constexpr int32_t kTileStride = kSliceDims + 8;
 inline constexpr int32_t kCodesTileBytes = kTileTokens * kTileStride * 2;

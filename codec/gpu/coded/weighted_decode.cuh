@@ -272,7 +272,7 @@ __device__ inline void load_book(const WeightedDecode& call, DecodeBook* to, uin
 }
 
 // What a warp of a CTA has once the CTA's memory is laid out and the codebook is there.
-struct DecodeCta {
+struct WeightedDecodeCta {
   DecodeBook* book;
   uint8_t* region;
   WeightedDecodeWarp memory;
@@ -280,7 +280,8 @@ struct DecodeCta {
 
 // By a CTA of whole warps. shared: the region at a multiple of its size, the codebook, the places,
 // and weighted_decode_warp_bytes() of each warp.
-__device__ __forceinline__ DecodeCta open_decode_cta(const WeightedDecode& call, uint8_t* shared) {
+__device__ __forceinline__ WeightedDecodeCta open_weighted_decode(const WeightedDecode& call,
+                                                                  uint8_t* shared) {
   const auto region_bytes = static_cast<uint32_t>(weighted_region_bytes(call));
   const uint32_t start = shared_address(shared);
   uint8_t* const region =
@@ -309,7 +310,7 @@ __device__ __forceinline__ DecodeCta open_decode_cta(const WeightedDecode& call,
 template <class BlockOf>
 __device__ __forceinline__ int32_t count_damaged(const WeightedDecode& call, uint8_t* shared,
                                                  int32_t count, const BlockOf& block_of) {
-  const DecodeCta cta = open_decode_cta(call, shared);
+  const WeightedDecodeCta cta = open_weighted_decode(call, shared);
   TableReader reader(cta.book->codebook, cta.region);
   const auto warps = static_cast<int32_t>(blockDim.x / 32u);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
@@ -330,7 +331,7 @@ __device__ __forceinline__ int32_t count_damaged(const WeightedDecode& call, uin
 }
 
 __device__ __forceinline__ void decode_weighted_items(const WeightedDecode& call, uint8_t* shared) {
-  const DecodeCta cta = open_decode_cta(call, shared);
+  const WeightedDecodeCta cta = open_weighted_decode(call, shared);
   const DecodeBook* const book = cta.book;
   const WeightedDecodeWarp& memory = cta.memory;
   const auto warp = static_cast<int32_t>(threadIdx.x / 32u);

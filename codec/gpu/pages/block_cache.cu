@@ -24,9 +24,9 @@ Status encode_tiles(const SlotEncode& e, GpuStream stream) {
 
 template <int32_t kDim>
 Status decode_tiles(const BlockDecode& d, GpuStream stream) {
-  const dim3 grid(ctas_for(decode_warps(d), kDecodeWarps), static_cast<uint32_t>(d.count));
-  const size_t shared = kDecodeWarps * kDecodeWarpBytes<kDim>;
-  return launch_kernel(decode_blocks_kernel<kDim>, grid, kDecodeThreads, shared, stream, d);
+  const dim3 grid(ctas_for(decode_warps(d), kBlockDecodeWarps), static_cast<uint32_t>(d.count));
+  const size_t shared = kBlockDecodeWarps * kBlockDecodeWarpBytes<kDim>;
+  return launch_kernel(decode_blocks_kernel<kDim>, grid, kBlockDecodeThreads, shared, stream, d);
 }
 
 }  // namespace

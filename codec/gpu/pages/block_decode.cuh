@@ -13,12 +13,12 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kDecodeThreads = 128;
-inline constexpr int32_t kDecodeWarps = kDecodeThreads / 32;
+inline constexpr int32_t kBlockDecodeThreads = 128;
+inline constexpr int32_t kBlockDecodeWarps = kBlockDecodeThreads / 32;
 
 // Shared memory of a CTA: a channel table and half a tile of rows for each warp.
 template <int32_t kDim>
-inline constexpr int32_t kDecodeWarpBytes = kTableBytes<kDim> + kHalfTokens* kRowPitch<kDim>;
+inline constexpr int32_t kBlockDecodeWarpBytes = kTableBytes<kDim> + kHalfTokens* kRowPitch<kDim>;
 
 // Tiles that a range of the longest length may lie in, times kv_heads and components.
 inline int64_t decode_warps(const BlockDecode& d) {
@@ -28,16 +28,16 @@ inline int64_t decode_warps(const BlockDecode& d) {
 }
 
 // The part of a tile that a warp decodes: its tokens begin .. end - 1 go to the rows row + begin ..
-struct TileRange {
+struct TilePart {
   int32_t begin, end;  // begin >= end: none
   int64_t row;         // of the tile's first token; may be negative where begin > 0
   int64_t token;       // the tile's first
 };
-__device__ __forceinline__ TileRange tile_range(const BlockDecode& d, int32_t range, int32_t tile) {
+__device__ __forceinline__ TilePart tile_part(const BlockDecode& d, int32_t range, int32_t tile) {
   const int32_t start = d.starts[range];
   const int64_t length = min(d.starts[range + 1] - start, d.max_tokens);
   const int64_t first = d.first == nullptr ? 0 : d.first[range];
-  TileRange t;
+  TilePart t;
   t.token = (first & ~int64_t{kTileTokens - 1}) + int64_t{tile} * kTileTokens;
   const int64_t place = t.token - first;  // of the tile's first token in the range
   t.row = start + place;
@@ -251,22 +251,22 @@ __device__ __forceinline__ void decode_tile_of(CodeType type, const BlockDecode&
 
 // As many CTAs of an SM as the words and values of raw elements leave registers for.
 template <int32_t kDim>
-inline constexpr int32_t kDecodeCtas = kDim == 256  ? 3
-                                       : kDim == 64 ? 8
-                                                    : 5;
+inline constexpr int32_t kBlockDecodeCtas = kDim == 256  ? 3
+                                            : kDim == 64 ? 8
+                                                         : 5;
 
-// Grid: decode_warps() by ranges. Shared memory: kDecodeWarpBytes of each warp.
+// Grid: decode_warps() by ranges. Shared memory: kBlockDecodeWarpBytes of each warp.
 template <int32_t kDim>
-__global__ void __launch_bounds__(kDecodeThreads, kDecodeCtas<kDim>)
+__global__ void __launch_bounds__(kBlockDecodeThreads, kBlockDecodeCtas<kDim>)
     decode_blocks_kernel(const __grid_constant__ BlockDecode d) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   const BlockCache& c = d.cache;
   const auto range = static_cast<int32_t>(blockIdx.y);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
-  const auto item = static_cast<int32_t>(blockIdx.x * kDecodeWarps) + warp;
+  const auto item = static_cast<int32_t>(blockIdx.x * kBlockDecodeWarps) + warp;
   const Component part = item % 2 == 0 ? Component::kKey : Component::kValue;
   const int32_t tile = item / 2 / c.num_kv_heads, kv_head = item / 2 % c.num_kv_heads;
-  const TileRange t = tile_range(d, range, tile);
+  const TilePart t = tile_part(d, range, tile);
   if (t.begin >= t.end) return;
   const int32_t sequence = d.sequences == nullptr ? range : d.sequences[range];
   const CachePlace place = cache_place(d, sequence, t.token, kv_head);
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeCtas<kDim>)
     store_half<kDim>(rows, 0, nullptr);
     return store_half<kDim>(rows, 1, nullptr);
   }
-  uint8_t* mine = shared_bytes + warp * kDecodeWarpBytes<kDim>;
+  uint8_t* mine = shared_bytes + warp * kBlockDecodeWarpBytes<kDim>;
   auto* table = reinterpret_cast<ChannelPair*>(mine);
   const float* normal = is_key ? c.reflection_of(kv_head) : nullptr;
   fill_channel_table<kDim>(c.rotation, true, normal, 1.0f, table);

@@ -49,14 +49,14 @@ struct MakeReadRanges {
 };
 
 struct DecodeRanges {
-  static constexpr int32_t kThreads = kDecodeWarps * kWarpLanes;
+  static constexpr int32_t kThreads = kCodedDecodeWarps * kWarpLanes;
   WeightedDecode call;
   __device__ void operator()(uint8_t* shared) const { decode_weighted_items(call, shared); }
 };
 
 // Tells blocks of fixed layers of a slot that do not decode. CTAs {x, 2 * layers}.
 struct CheckBlocks {
-  static constexpr int32_t kThreads = kDecodeWarps * kWarpLanes;
+  static constexpr int32_t kThreads = kCodedDecodeWarps * kWarpLanes;
   CodedDevice device;
   int32_t slot = 0, first_layer = 0;
   const LayerTokens* counts = nullptr;  // [num_layers]
@@ -268,7 +268,7 @@ class DeviceCodedRows final : public PlannedCodedRows {
   int32_t decode_warps(const WeightedDecode& decode, int32_t* bytes) const {
     const int32_t base = weighted_region_bytes(decode) + weighted_decode_cta_bytes(decode) + 16;
     const int32_t each = weighted_decode_warp_bytes(decode);
-    const int32_t warps = std::min(kDecodeWarps, (limits_.shared_bytes - base) / each);
+    const int32_t warps = std::min(kCodedDecodeWarps, (limits_.shared_bytes - base) / each);
     *bytes = base + warps * each;
     return warps;
   }
