@@ -1,33 +1,76 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reference of attention over an engine's blocks: the device's steps, in host memory and
 // double.
+#include <cmath>
+#include <limits>
+#include <string>
 #include <vector>
 
-#include "attention/core/reference.h"
 #include "attention/engine/engine.h"
 #include "codec/format/element.h"
+#include "codec/format/errors.h"
+#include "codec/host/page_codec.h"
 
 namespace tierkv {
 namespace {
 
-struct HostTable {
-  std::vector<SideCounts> tokens;
-  std::vector<int32_t> slots;
-};
-
-HostTable fill_table(const BlockRows& rows) {
-  const int32_t count = rows.batch.count * rows.num_kv_heads;
-  HostTable t{std::vector<SideCounts>(count),
-              std::vector<int32_t>(static_cast<size_t>(count) * rows.row_stride, kNoPage)};
-  for (int32_t row = 0; row < count; ++row) {
-    const int32_t entry = row / rows.num_kv_heads, length = rows.length(entry);
-    t.tokens[row].of[0] = length;
+Status check_rows(const BlockRows& rows) {
+  for (int32_t entry = 0; entry < rows.batch.count; ++entry) {
+    const int32_t length = rows.length(entry);
+    if (length < 0 || length > int64_t{rows.max_blocks} * rows.block_tokens) {
+      return corrupt("token count " + std::to_string(length));
+    }
     for (int32_t i = 0; i < rows.blocks(length); ++i) {
-      t.slots[static_cast<size_t>(row) * rows.row_stride + i] =
-          rows.page(entry, i, row % rows.num_kv_heads);
+      if (rows.page(entry, i, 0) == kNoPage) return corrupt("page id " + std::to_string(kNoPage));
     }
   }
-  return t;
+  return Status::ok();
+}
+
+// Attention over packed queries.
+struct Answers {
+  std::vector<double> out;  // [count, queries, num_q_heads, head_dim]; 0 where no token is seen
+  std::vector<double> lse;  // [count, queries, num_q_heads]; -infinity likewise
+};
+
+// The tokens of a row of checked BlockRows.
+struct RowValues {
+  std::vector<float> k, v;  // [tokens, head_dim]
+
+  RowValues(const BlockCache& cache, const BlockRows& rows, int32_t entry, int32_t kv_head) {
+    const int32_t tokens = rows.length(entry), dim = cache.layout.head_dim();
+    k.resize(int64_t{tokens} * dim);
+    v.resize(int64_t{tokens} * dim);
+    TokenCodes codes;
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t page = rows.page(entry, static_cast<int32_t>(t) / rows.block_tokens, kv_head);
+      const HostPage from = {cache.base + page * cache.page_bytes, cache.layout, cache.raw_dtype};
+      load_token(from, static_cast<int32_t>(t) % rows.block_tokens, &codes);
+      dequantize_side(from, Component::kKey, codes.k, k.data() + t * dim);
+      dequantize_side(from, Component::kValue, codes.v, v.data() + t * dim);
+    }
+  }
+};
+
+// One query over the first `tokens` tokens of a row; out is zeroed. Returns the lse.
+double attend_query(const RowValues& row, int64_t tokens, const std::vector<float>& q,
+                    double sm_scale, double* out) {
+  const auto dim = static_cast<int64_t>(q.size());
+  double largest = -std::numeric_limits<double>::infinity(), sum = 0;
+  std::vector<double> logits(tokens < 0 ? 0 : tokens);
+  for (size_t t = 0; t < logits.size(); ++t) {
+    for (int64_t d = 0; d < dim; ++d) logits[t] += double{q[d]} * row.k[t * dim + d];
+    logits[t] *= sm_scale;
+    largest = std::fmax(largest, logits[t]);
+  }
+  if (std::isinf(largest) && largest < 0) return largest;
+  for (double& logit : logits) sum += logit = std::exp(logit - largest);
+  for (size_t t = 0; t < logits.size(); ++t) {
+    const double p = logits[t] / sum;
+    if (p == 0) continue;
+    for (int64_t d = 0; d < dim; ++d) out[d] += p * row.v[t * dim + d];
+  }
+  return largest + std::log(sum);
 }
 
 // The index of an entry's query of a head among what is packed.
@@ -69,7 +112,7 @@ std::vector<uint16_t> pack_queries(const EngineQueries& q) {
   return packed;
 }
 
-void unpack_results(const EngineQueries& q, const ReferenceOutput& packed) {
+void unpack_results(const EngineQueries& q, const Answers& packed) {
   const Basis basis = rotation_basis(q.out_rotation, q.head_dim);
   for_each_query(q, [&](int64_t at, int64_t token, int32_t head) {
     std::vector<float> x(packed.out.begin() + at * q.head_dim,
@@ -85,23 +128,38 @@ void unpack_results(const EngineQueries& q, const ReferenceOutput& packed) {
   });
 }
 
+Answers attend_packed(const EngineQueries& q, const BlockCache& cache, double sm_scale,
+                      const std::vector<uint16_t>& packed) {
+  Answers answers{std::vector<double>(packed.size()), std::vector<double>(q.vectors())};
+  const BlockRows& rows = q.rows;
+  const int32_t group = q.num_q_heads / rows.num_kv_heads, dim = q.head_dim;
+  std::vector<float> query(dim);
+  for (int32_t row = 0; row < rows.batch.count * rows.num_kv_heads; ++row) {
+    const int32_t entry = row / rows.num_kv_heads, kv_head = row % rows.num_kv_heads;
+    const RowValues tokens(cache, rows, entry, kv_head);
+    for (int32_t i = 0; i < q.queries() * group; ++i) {
+      const int32_t j = i / group;
+      const int64_t at = packed_vector(q, entry, j, kv_head * group + i % group);
+      for (int32_t d = 0; d < dim; ++d) {
+        query[d] = raw_to_float(q.packed_dtype, packed[at * dim + d]);
+      }
+      answers.lse[at] = attend_query(tokens, int64_t{rows.length(entry)} - (q.queries() - 1 - j),
+                                     query, sm_scale, answers.out.data() + at * dim);
+    }
+  }
+  return answers;
+}
+
 }  // namespace
 
 Status engine_attend_host(const EngineConfig& config, const EngineAttend& call) {
   const Result<EngineQueries> queries = engine_queries(config, call);
   if (!queries) return queries.status();
-  const HostTable table = fill_table(queries->rows);
-  const std::vector<uint16_t> packed = pack_queries(*queries);
-  AttendCall attend;
-  attend.table = {table_shape(config, call.batch), table.slots.data(), table.tokens.data(),
-                  nullptr};
-  attend.pages = page_view(config, call.layer);
-  attend.batch = {nullptr, call.batch.count};
-  attend.q = packed.data();
-  const Result<ReferenceOutput> result =
-      attend_reference(attention_config(config, call.batch.queries), attend);
-  if (!result) return result.status();
-  unpack_results(*queries, *result);
+  const Result<BlockCache> cache = block_cache(config, call.layer);
+  if (!cache) return cache.status();
+  if (Status s = check_rows(queries->rows); !s) return s;
+  unpack_results(*queries,
+                 attend_packed(*queries, *cache, config.sm_scale, pack_queries(*queries)));
   return Status::ok();
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention/core/reference.h"
+#include "tests/support/attention_reference.h"
 
 #include <gtest/gtest.h>
 

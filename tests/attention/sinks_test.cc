@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "attention/core/online_softmax.h"
-#include "attention/core/reference.h"
 #include "codec/format/element.h"
+#include "tests/support/attention_reference.h"
 #include "tests/support/page_world.h"
 
 namespace tierkv {

@@ -51,7 +51,7 @@ TEST(ChannelAttentionReference, IsTheSoftmaxOverBlocksAndResidual) {
   alignas(16) uint16_t queries[3 * 64];
   std::copy_n(q.begin(), group * dim, queries);
   call.q = queries;
-  const Result<ReferenceOutput> found = attend_channel_reference(w.cache(), call);
+  const Result<ChannelOutput> found = attend_channel_reference(w.cache(), call);
   ASSERT_TRUE(found.is_ok()) << found.status().message();
   for (int32_t h = 0; h < group; ++h) {
     std::vector<double> p(tokens), out(dim, 0.0);
@@ -79,7 +79,7 @@ TEST(ChannelAttentionReference, EmptyRowsAndCorruptOnes) {
   ChannelAttention call;
   call.sm_scale = 1;
   call.q = q;
-  const Result<ReferenceOutput> empty = attend_channel_reference(w.cache(), call);
+  const Result<ChannelOutput> empty = attend_channel_reference(w.cache(), call);
   ASSERT_TRUE(empty.is_ok());
   EXPECT_EQ(empty->lse[1], -INFINITY);
   EXPECT_EQ(empty->out, std::vector<double>(2 * 128, 0.0));

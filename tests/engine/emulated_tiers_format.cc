@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "attention/core/reference.h"
 #include "attention/engine/engine_kernels.cuh"
 #include "store/rows/tiers/device_tiers_rows.cu"
+#include "tests/support/attention_reference.h"
 
 namespace tierkv {
 

@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "attention/core/reference.h"
+#include "tests/support/attention_reference.h"
 #include "tierkv/attention.h"
 
 namespace tierkv::test {

@@ -38,7 +38,7 @@ bool is_sound(const ChannelCache& cache, int32_t row) {
 }
 
 void attend_head(const ChannelCache& cache, const ChannelAttention& call, int32_t row, int32_t head,
-                 ReferenceOutput* output) {
+                 ChannelOutput* output) {
   const int32_t dim = cache.layout.head_dim();
   const int32_t tokens = cache.block_count[row] * cache.layout.tokens + cache.residual_tokens[row];
   const int64_t at = static_cast<int64_t>(row) * call.group + head;
@@ -79,10 +79,10 @@ size_t channel_workspace_bytes(const ChannelCache& cache, int32_t group) {
   return parts * (8 + static_cast<size_t>(cache.layout.head_dim()) * 4);
 }
 
-Result<ReferenceOutput> attend_channel_reference(const ChannelCache& cache,
-                                                 const ChannelAttention& call) {
+Result<ChannelOutput> attend_channel_reference(const ChannelCache& cache,
+                                               const ChannelAttention& call) {
   if (Status s = call.validate(cache); !s) return s;
-  ReferenceOutput output;
+  ChannelOutput output;
   const size_t heads = static_cast<size_t>(cache.num_rows) * call.group;
   output.out.assign(heads * cache.layout.head_dim(), 0.0);
   output.lse.assign(heads, -INFINITY);

@@ -6,8 +6,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
-#include "attention/core/reference.h"
 #include "bench/baselines/channel/channel_cache.h"
 
 namespace tierkv {
@@ -32,9 +32,13 @@ size_t channel_workspace_bytes(const ChannelCache& cache, int32_t group);
 Status attend_channel(const ChannelCache& cache, const ChannelAttention& call, void* workspace,
                       GpuStream stream);
 
+struct ChannelOutput {
+  std::vector<double> out;  // [num_rows, group, head_dim]
+  std::vector<double> lse;  // [num_rows, group]
+};
 // In double, one value at a time; out, lse and status of the call are not used. kCorrupt for counts
 // and ids that lead outside.
-Result<ReferenceOutput> attend_channel_reference(const ChannelCache& cache,
-                                                 const ChannelAttention& call);
+Result<ChannelOutput> attend_channel_reference(const ChannelCache& cache,
+                                               const ChannelAttention& call);
 
 }  // namespace tierkv

@@ -176,7 +176,7 @@ void ChannelOnDevice::check_attention(const Case& c, const ChannelWorld& world, 
   call.group = group;
   call.sm_scale = 1 / std::sqrt(static_cast<double>(dim));
   call.q = q.data();
-  const Result<ReferenceOutput> expected = attend_channel_reference(host.cache(), call);
+  const Result<ChannelOutput> expected = attend_channel_reference(host.cache(), call);
   ASSERT_TRUE(expected.is_ok()) << expected.status().message();
   call.q = dq.get();
   call.out = out.get();
