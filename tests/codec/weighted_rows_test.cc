@@ -90,7 +90,7 @@ TEST_F(WeightedRowsTest, ErrorIsHalfAStep) {
         ASSERT_TRUE(dequantize_weighted(still, c, coded(), back.data()));
         for (int32_t t = 0; t < tokens_; ++t) {
           float* row = x.data() + t * head_dim;
-          if (c == Component::kKey) reference::undo_rope(rope_, first_ + t, row);
+          if (c == Component::kKey) undo_rope(rope_, first_ + t, row);
           for (int32_t d = 0; d < head_dim; ++d) {
             const bool key = c == Component::kKey;
             const double w = key && !row_.key_weight.empty() ? row_.key_weight[d] : 1;
@@ -266,7 +266,7 @@ TEST_F(WeightedRowsTest, FitWithoutAProfileIsRelativeToTheKeys) {
   ASSERT_TRUE(row.is_ok());
   std::vector<float> x = keys_;
   double sum = 0;
-  for (int32_t t = 0; t < 256; ++t) reference::undo_rope(rope_, first_ + t, x.data() + t * 64);
+  for (int32_t t = 0; t < 256; ++t) undo_rope(rope_, first_ + t, x.data() + t * 64);
   for (int32_t d = 0; d < 64; ++d) {
     double mean = 0;
     for (int32_t t = 0; t < 256; ++t) mean += x[t * 64 + d] / 256.0;

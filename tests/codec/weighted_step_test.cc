@@ -7,8 +7,8 @@
 #include <cmath>
 #include <numeric>
 
-#include "codec/host/coded/weighted_rows_checks.h"
 #include "tests/codec/support/weighted_source.h"
+#include "tests/support/plain_weighted_rows.h"
 #include "tools/analysis/scheme/importance.h"
 
 namespace tierkv {
@@ -132,7 +132,7 @@ TEST_F(WeightedStepTest, RopeComesBack) {
         const int64_t position = rows_.source.below(100000);
         const std::vector<float> key = rows_.rows(1, dims + 6);
         std::vector<float> x = key;
-        reference::undo_rope(*table, position, x.data());
+        undo_rope(*table, position, x.data());
         for (int32_t p = 0; p < dims / 2; ++p) {
           const bool halves = pairing == RopePairing::kHalves;
           const int32_t a = halves ? p : 2 * p, b = halves ? p + dims / 2 : 2 * p + 1;

@@ -43,7 +43,7 @@ std::vector<float> keys_before_rope(const WeightedTokens& keys, int32_t head_dim
                                     const RopeTable* rope) {
   std::vector<float> x(keys.x, keys.x + int64_t{keys.tokens} * head_dim);
   for (int32_t t = 0; rope != nullptr && rope->pairs > 0 && t < keys.tokens; ++t) {
-    reference::undo_rope(*rope, keys.first_position + t, x.data() + int64_t{t} * head_dim);
+    undo_rope(*rope, keys.first_position + t, x.data() + int64_t{t} * head_dim);
   }
   return x;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plain forms of one token, and the checks. The fast forms are in weighted_rows_simd.cc.
+// The checks; the codes themselves are made and read in weighted_rows_simd.cc.
 #include "codec/host/coded/weighted_rows.h"
 
 #include <limits>
@@ -109,8 +109,6 @@ Status CodeFaults::status() const {
   return Status::ok();
 }
 
-namespace reference {
-
 void undo_rope(const RopeTable& rope, int64_t position, float* key) {
   for (int32_t i = 0; i < rope.pairs; ++i) {
     unturn_pair(rope.at(position, i), key + pair_first(rope.pairing, i),
@@ -118,37 +116,4 @@ void undo_rope(const RopeTable& rope, int64_t position, float* key) {
   }
 }
 
-void redo_rope(const RopeTable& rope, int64_t position, float* key) {
-  for (int32_t i = 0; i < rope.pairs; ++i) {
-    turn_pair(rope.at(position, i), key + pair_first(rope.pairing, i),
-              key + pair_second(rope.pairing, rope.pairs, i));
-  }
-}
-
-float token_sum(const float* x, int32_t dims, bool* non_finite) {
-  for (int32_t d = 0; d < dims; ++d) *non_finite |= !is_finite(x[d]);
-  return sum_of_squares(x, dims);
-}
-
-void quantize_one(const ChannelScales& channels, int64_t position, float factor, float* x,
-                  int16_t* codes, CodeFaults* faults) {
-  const size_t dims = channels.scale.size();
-  for (size_t d = 0; d < dims; ++d) faults->non_finite |= !is_finite(x[d]);
-  if (channels.rope != nullptr) undo_rope(*channels.rope, position, x);
-  for (size_t d = 0; d < dims; ++d) {
-    const float c = weighted_code(x[d], channels.mean[d], channels.scale[d], factor);
-    faults->out_of_range |= !is_code(c);
-    codes[d] = is_code(c) ? static_cast<int16_t>(c) : int16_t{0};
-  }
-}
-
-void dequantize_one(const ChannelScales& channels, int64_t position, float factor,
-                    const int16_t* codes, float* x) {
-  for (size_t d = 0; d < channels.scale.size(); ++d) {
-    x[d] = weighted_value(codes[d], channels.mean[d], channels.scale[d], factor);
-  }
-  if (channels.rope != nullptr) redo_rope(*channels.rope, position, x);
-}
-
-}  // namespace reference
 }  // namespace tierkv

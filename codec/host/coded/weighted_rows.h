@@ -10,9 +10,6 @@
 //   4. choose_books() (codec/host/coded/weighted_books.h) over the codes of a layer: the family;
 //   5. encode_block() (codec/host/coded/coded_block.h) for every 64 positions.
 // Reading goes through decode_block() and dequantize_weighted().
-//
-// Token by token they have a plain form (codec/host/coded/weighted_rows_checks.h) and a fast one
-// with the same bits.
 #pragma once
 
 #include <cstdint>

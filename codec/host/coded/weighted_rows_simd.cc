@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fast forms of codec/host/coded/weighted_rows.h, compiled once per instruction set and chosen
-// at run time: the same bits as the plain ones. A CPU without fused multiply-add takes the plain
-// forms.
+// codec/host/coded/weighted_rows.h, compiled once per instruction set and chosen at run time. All
+// give the same bits: where a CPU has no fused multiply-add, the loops behind those over vectors do
+// everything.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "codec/host/coded/weighted_rows_simd.cc"
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
+
+#include <algorithm>
+#include <vector>
 
 #include "codec/host/coded/weighted_rows.h"
 #include "codec/host/coded/weighted_rows_checks.h"
@@ -14,14 +17,6 @@ HWY_BEFORE_NAMESPACE();
 namespace tierkv {
 namespace HWY_NAMESPACE {
 
-#if HWY_TARGET == HWY_SCALAR || !HWY_NATIVE_FMA
-
-using reference::dequantize_one;
-using reference::quantize_one;
-using reference::token_sum;
-
-#else
-
 namespace hn = hwy::HWY_NAMESPACE;
 using DF = hn::CappedTag<float, 16>;
 using VF = hn::Vec<DF>;
@@ -29,6 +24,10 @@ using MF = hn::Mask<DF>;
 
 HWY_INLINE int32_t lanes() {
   return static_cast<int32_t>(hn::Lanes(DF()));
+}
+// Whether a vector from i on, to be multiplied and added, ends before `count`.
+HWY_INLINE bool fits(int32_t i, int32_t count) {
+  return HWY_NATIVE_FMA && i + lanes() <= count;
 }
 
 HWY_INLINE MF finite(VF x) {
@@ -78,7 +77,7 @@ HWY_INLINE void rotate(const RopeTable& rope, int64_t position, float* key) {
   const Turn* place = rope.place.data() + position % kBlockTokens * rope.pairs;
   const bool halves = rope.pairing == RopePairing::kHalves;
   int32_t i = 0;
-  for (; i + lanes() <= rope.pairs; i += lanes()) {
+  for (; fits(i, rope.pairs); i += lanes()) {
     const Turns by = load_turns(block, place, i);
     VF a, b;
     if (halves) {
@@ -116,13 +115,13 @@ void quantize_one(const ChannelScales& channels, int64_t position, float factor,
   MF good = all, codable = all;
   if (channels.rope != nullptr) {
     int32_t d = 0;
-    for (; d + lanes() <= dims; d += lanes()) good = hn::And(good, finite(hn::LoadU(df, x + d)));
+    for (; fits(d, dims); d += lanes()) good = hn::And(good, finite(hn::LoadU(df, x + d)));
     for (; d < dims; ++d) faults->non_finite |= !is_finite(x[d]);
     rotate<true>(*channels.rope, position, x);
   }
   const VF f = hn::Set(df, factor), low = hn::Set(df, -32768.0f), high = hn::Set(df, 32767.0f);
   int32_t d = 0;
-  for (; d + lanes() <= dims; d += lanes()) {
+  for (; fits(d, dims); d += lanes()) {
     const VF v = hn::LoadU(df, x + d);
     if (channels.rope == nullptr) good = hn::And(good, finite(v));
     const VF y = hn::Sub(v, hn::LoadU(df, channels.mean.data() + d));
@@ -149,7 +148,7 @@ void dequantize_one(const ChannelScales& channels, int64_t position, float facto
   const auto dims = static_cast<int32_t>(channels.scale.size());
   const VF f = hn::Set(df, factor);
   int32_t d = 0;
-  for (; d + lanes() <= dims; d += lanes()) {
+  for (; fits(d, dims); d += lanes()) {
     const VF c = hn::ConvertTo(df, hn::PromoteTo(di, hn::LoadU(d16, codes + d)));
     const VF scale = hn::LoadU(df, channels.scale.data() + d);
     hn::StoreU(hn::MulAdd(hn::Mul(c, f), scale, hn::LoadU(df, channels.mean.data() + d)), df,
@@ -160,8 +159,6 @@ void dequantize_one(const ChannelScales& channels, int64_t position, float facto
   }
   if (channels.rope != nullptr) rotate<false>(*channels.rope, position, x);
 }
-
-#endif
 
 }  // namespace HWY_NAMESPACE
 }  // namespace tierkv
@@ -176,21 +173,48 @@ HWY_EXPORT(dequantize_one);
 
 Status token_exponents(Component component, const WeightedTokens& tokens, int32_t head_dim,
                        const int8_t* importance, int8_t* exponents) {
-  return find_token_exponents(
-      component, tokens, head_dim, importance, exponents,
-      [](const auto&... of) { return HWY_DYNAMIC_DISPATCH(token_sum)(of...); });
+  if (Status s = check_importance(tokens, head_dim, importance); !s) return s;
+  CodeFaults faults;
+  for (int32_t t = 0; t < tokens.tokens; ++t) {
+    int32_t e = importance == nullptr ? 0 : importance[t];
+    if (component == Component::kValue) {
+      const float* x = tokens.x + int64_t{t} * head_dim;
+      const float sum = HWY_DYNAMIC_DISPATCH(token_sum)(x, head_dim, &faults.non_finite);
+      e = value_exponent(sum, head_dim, e);
+    }
+    exponents[t] = static_cast<int8_t>(e);
+  }
+  return faults.status();
 }
+
 Status quantize_weighted(const WeightedRow& row, Component component, const WeightedTokens& tokens,
                          const int8_t* exponents, int16_t* codes) {
-  return quantize_tokens(row, component, tokens, exponents, codes, [](const auto&... of) {
-    return HWY_DYNAMIC_DISPATCH(quantize_one)(of...);
-  });
+  const WeightedSource shape{codes, exponents, tokens.tokens, tokens.first_position};
+  if (Status s = check_weighted_source(row, component, shape, tokens.x); !s) return s;
+  const ChannelScales channels(row, component);
+  std::vector<float> token(static_cast<size_t>(row.head_dim));
+  CodeFaults faults;
+  for (int32_t t = 0; t < tokens.tokens; ++t) {
+    const int64_t at = int64_t{t} * row.head_dim;
+    std::copy_n(tokens.x + at, row.head_dim, token.data());
+    HWY_DYNAMIC_DISPATCH(quantize_one)
+    (channels, tokens.first_position + t, exponent_factor(exponents[t]), token.data(), codes + at,
+     &faults);
+  }
+  return faults.status();
 }
+
 Status dequantize_weighted(const WeightedRow& row, Component component,
                            const WeightedSource& source, float* x) {
-  return dequantize_tokens(row, component, source, x, [](const auto&... of) {
-    return HWY_DYNAMIC_DISPATCH(dequantize_one)(of...);
-  });
+  if (Status s = check_weighted_source(row, component, source, x); !s) return s;
+  const ChannelScales channels(row, component);
+  for (int32_t t = 0; t < source.tokens; ++t) {
+    const int64_t at = int64_t{t} * row.head_dim;
+    HWY_DYNAMIC_DISPATCH(dequantize_one)
+    (channels, source.first_position + t, exponent_factor(source.exponents[t]), source.codes + at,
+     x + at);
+  }
+  return Status::ok();
 }
 
 }  // namespace tierkv
