@@ -19,7 +19,6 @@ __global__ void __launch_bounds__(kCodedDecodeWarps * 32, 1)
 }  // namespace
 
 Status decode_weighted(const WeightedDecode& call, GpuStream stream) {
-  if (Status s = call.validate(); !s) return s;
   if (call.num_ranges == 0 || call.most_blocks == 0) return Status::ok();
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();

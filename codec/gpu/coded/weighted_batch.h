@@ -38,9 +38,6 @@ struct DeviceWeightedRows {
   DeviceRope rope;
   int32_t num_rows = 0;
   int32_t head_dim = 0;
-
-  // kInvalidArgument naming the field, kUnsupported for a head_dim. Reads no array.
-  Status validate() const;
 };
 
 // The codebook of a component: of pairs, with at most 32 levels.
@@ -123,8 +120,5 @@ struct WeightedDecode {
   // The most bytes that a block (slice) may have: more warps fit with less. Larger blocks get
   // kOutOfRange.
   int32_t max_block_bytes = kMaxCodedBlockBytes;
-
-  // kInvalidArgument naming the field, kUnsupported. Reads no array.
-  Status validate() const;
 };
 }  // namespace tierkv

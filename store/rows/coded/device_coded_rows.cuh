@@ -173,7 +173,6 @@ class DeviceCodedRows final : public PlannedCodedRows {
       decode.token_stride = int64_t{heads()} * head_dim();
       decode.num_ranges = heads();
       decode.most_blocks = block_count(to.range.end) - to.range.first / kBlockTokens;
-      if (Status s = decode.validate(); !s) return s;
       int32_t shared = 0;
       const int32_t warps = decode_warps(decode, &shared);
       const int64_t items = int64_t{decode.num_ranges} * decode.most_blocks;
