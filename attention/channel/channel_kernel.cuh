@@ -16,23 +16,26 @@
 
 namespace tierkv {
 
-// What a call comes to. Columns: of all passes.
-template <class Cache>
-struct ChannelLaunch {
-  Cache cache;
+// What a call comes to where it writes, which is all that the kernel that joins parts is given.
+// Columns: of all passes.
+struct ChannelOutputs {
   ChannelCtas ctas;
   int32_t splits = 1;  // of every row
   int32_t num_rows = 0;
   bool is_bfloat16 = false;
+  uint16_t* out = nullptr;         // like ChannelLaunch::q
+  float* lse = nullptr;            // likewise without head_dim, or null
+  PriorAttention prior;            // what `out` holds
+  SoftmaxState* states = nullptr;  // [parts, columns]
+  float* parts = nullptr;          // [parts, columns, head_dim]
+};
+template <class Cache>
+struct ChannelLaunch : ChannelOutputs {
+  Cache cache;
   const uint16_t* q = nullptr;   // [num_rows / kv_heads, q_len, kv_heads, group, head_dim]
-  uint16_t* out = nullptr;       // likewise
-  float* lse = nullptr;          // likewise without head_dim, or null
-  PriorAttention prior;          // what `out` holds
   StatusCode* status = nullptr;  // of row r at r * status_stride
   int32_t status_stride = 0;
   float scale_log2 = 0;
-  SoftmaxState* states = nullptr;  // [parts, columns]
-  float* parts = nullptr;          // [parts, columns, head_dim]
 };
 
 template <class Cache>
@@ -289,43 +292,14 @@ inline constexpr int32_t kChannelJoinWarps = 4;
 inline constexpr int32_t kChannelJoinDims = 64;  // of a warp
 inline constexpr int32_t kJoinedAtOnce = 4;      // parts, by each half of a warp
 
-// What the kernel that joins parts needs of a launch.
-struct ChannelJoin {
-  QueryColumns columns;
-  int32_t head_dim = 0, num_rows = 0;
-  int32_t splits = 1;  // parts of every row
-  bool is_bfloat16 = false;
-  uint16_t* out = nullptr;
-  float* lse = nullptr;
-  PriorAttention prior;
-  const SoftmaxState* states = nullptr;
-  const float* parts = nullptr;
-};
-template <class Cache>
-ChannelJoin channel_join(const ChannelLaunch<Cache>& p) {
-  ChannelJoin join;
-  join.columns = p.ctas.columns;
-  join.head_dim = p.cache.layout.head_dim();
-  join.num_rows = p.num_rows;
-  join.splits = p.splits;
-  join.is_bfloat16 = p.is_bfloat16;
-  join.out = p.out;
-  join.lse = p.lse;
-  join.prior = p.prior;
-  join.states = p.states;
-  join.parts = p.parts;
-  return join;
-}
-
 // Rows with several parts; a warp for a slice of a column.
 inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
-    join_channel_kernel(const __grid_constant__ ChannelJoin p) {
+    join_channel_kernel(const __grid_constant__ ChannelOutputs p, int32_t head_dim) {
   touch_parameters(p, static_cast<int32_t>(threadIdx.x) / 32);
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const QueryColumns& columns = p.columns;
-  const int32_t slices = slices_of(p.head_dim, kChannelJoinDims),
-                all_columns = columns.passes * columns.of_row;
+  const QueryColumns& columns = p.ctas.columns;
+  const int32_t slices = slices_of(head_dim, kChannelJoinDims), all_columns = p.ctas.all_columns();
   const int32_t index =
       static_cast<int32_t>(blockIdx.x) * kChannelJoinWarps + static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t row = index / (all_columns * slices), task = index % (all_columns * slices);
@@ -336,10 +310,10 @@ inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
   const int64_t place = columns.place(pass_row, of_pass);
   if (place < 0) return;
   const int64_t first = int64_t{row} * p.splits * all_columns + column;
-  PartsJoin<kChannelJoinDims, kJoinedAtOnce, true> sum(p.head_dim - dim);
-  sum.join(even_parts(p.states + first, p.parts + first * p.head_dim + dim, all_columns,
-                      all_columns * p.head_dim, p.splits));
-  sum.write_joined({p.out + place * p.head_dim + dim,
+  PartsJoin<kChannelJoinDims, kJoinedAtOnce, true> sum(head_dim - dim);
+  sum.join(even_parts(p.states + first, p.parts + first * head_dim + dim, all_columns,
+                      all_columns * head_dim, p.splits));
+  sum.write_joined({p.out + place * head_dim + dim,
                     p.lse == nullptr || dim != 0 ? nullptr : p.lse + place, p.is_bfloat16},
                    p.prior, place, columns.head(pass_row, of_pass));
 }
@@ -358,7 +332,7 @@ Status launch_channel(const ChannelLaunch<Cache>& p, int32_t num_items, bool joi
       int64_t{p.num_rows} * p.ctas.all_columns() * slices_of(head_dim, kChannelJoinDims);
   const auto join_ctas = static_cast<uint32_t>((tasks + kChannelJoinWarps - 1) / kChannelJoinWarps);
   return launch_after_previous(join_channel_kernel, join_ctas, 32 * kChannelJoinWarps, 0, stream,
-                               channel_join(p));
+                               static_cast<const ChannelOutputs&>(p), head_dim);
 }
 
 }  // namespace tierkv
