@@ -70,12 +70,8 @@ struct RopeTable {
 // every platform rounds the same. 0 <= position < 2^31, 0 <= position * frequency <= 2^32.
 Turn rope_turn(int64_t position, float frequency);
 
-// out: [count][pairs], of positions first, first + step, ... kInvalidArgument for a rope that is
-// not valid; kOutOfRange where a position reaches 2^31 or an angle exceeds 2^32.
-Status fill_turns(const Rope& rope, int64_t first, int64_t step, int64_t count, Turn* out);
-
-// Tables that reach `positions` positions (at least 1). Fails as fill_turns() and Rope::validate()
-// do.
+// Tables that reach `positions` positions, 1 to 2^31. Fails as Rope::validate() does; kOutOfRange
+// where an angle of a table exceeds 2^32.
 Result<RopeTable> make_rope_table(const Rope& rope, int32_t head_dim, int64_t positions);
 
 }  // namespace tierkv

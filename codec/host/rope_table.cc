@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -54,24 +55,6 @@ Turn rope_turn(int64_t position, float frequency) {
   }
 }
 
-Status fill_turns(const Rope& rope, int64_t first, int64_t step, int64_t count, Turn* out) {
-  if (Status s = rope.validate(rope.rotary_dims); !s) return s;
-  if (first < 0 || step < 0 || count < 0) {
-    return Status(StatusCode::kInvalidArgument, "rope: first, step or count is negative");
-  }
-  const int64_t last = first + step * (count - 1);
-  for (const float f : rope.inv_freq) {
-    if (count > 0 && (last >= kMostPositions || static_cast<double>(last) * f > kMostAngle)) {
-      return Status(StatusCode::kOutOfRange, "rope: position " + std::to_string(last) +
-                                                 " is beyond 2^31 or turns by more than 2^32");
-    }
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    for (const float f : rope.inv_freq) *out++ = rope_turn(first + i * step, f);
-  }
-  return Status::ok();
-}
-
 Result<RopeTable> make_rope_table(const Rope& rope, int32_t head_dim, int64_t positions) {
   if (Status s = rope.validate(head_dim); !s) return s;
   if (positions < 1 || positions > kMostPositions) {
@@ -81,10 +64,19 @@ Result<RopeTable> make_rope_table(const Rope& rope, int32_t head_dim, int64_t po
   table.pairing = rope.pairing;
   table.pairs = rope.rotary_dims / 2;
   table.blocks = static_cast<int32_t>((positions + kBlockTokens - 1) / kBlockTokens);
-  table.place.resize(static_cast<size_t>(kBlockTokens) * table.pairs);
-  table.block.resize(static_cast<size_t>(table.blocks) * table.pairs);
-  if (Status s = fill_turns(rope, 0, 1, kBlockTokens, table.place.data()); !s) return s;
-  if (Status s = fill_turns(rope, 0, kBlockTokens, table.blocks, table.block.data()); !s) return s;
+  const int64_t last = std::max<int64_t>(table.positions() - kBlockTokens, kBlockTokens - 1);
+  for (const float f : rope.inv_freq) {
+    if (static_cast<double>(last) * f > kMostAngle) {
+      return Status(StatusCode::kOutOfRange,
+                    "rope: position " + std::to_string(last) + " turns by more than 2^32");
+    }
+  }
+  for (int64_t i = 0; i < kBlockTokens; ++i) {
+    for (const float f : rope.inv_freq) table.place.push_back(rope_turn(i, f));
+  }
+  for (int64_t i = 0; i < table.blocks; ++i) {
+    for (const float f : rope.inv_freq) table.block.push_back(rope_turn(kBlockTokens * i, f));
+  }
   return table;
 }
 

@@ -165,24 +165,16 @@ TEST_F(WeightedStepTest, RopeTablesAreChecked) {
   EXPECT_EQ(make_rope_table(Rope{}, 64, 65)->blocks, 2);
 }
 
-TEST_F(WeightedStepTest, TurnsEndAtPosition2To31AndAngle2To32) {
-  Rope rope{RopePairing::kHalves, 2, {1.0f}};
-  std::vector<Turn> out(3);
-  const auto code = [&](int64_t first, int64_t step, int64_t count) {
-    return fill_turns(rope, first, step, count, out.data()).code();
+// The angle of the last block's first position counts, and that of position 63.
+TEST_F(WeightedStepTest, TurnsEndAtAngle2To32) {
+  const auto code = [](float frequency, int64_t positions) {
+    return make_rope_table({RopePairing::kHalves, 2, {frequency}}, 2, positions).status().code();
   };
-  const int64_t end = int64_t{1} << 31;
-  EXPECT_EQ(code(end - 3, 1, 3), StatusCode::kOk);
-  EXPECT_EQ(code(end - 2, 1, 3), StatusCode::kOutOfRange);
-  EXPECT_EQ(code(end - 7, 3, 3), StatusCode::kOk);
-  EXPECT_EQ(code(end - 6, 3, 3), StatusCode::kOutOfRange);
-  EXPECT_EQ(code(end, 1, 0), StatusCode::kOk);
-  rope.inv_freq[0] = 4.0f;
-  EXPECT_EQ(code(end / 2, 1, 1), StatusCode::kOk);
-  EXPECT_EQ(code(end / 2, 1, 2), StatusCode::kOutOfRange);
-  EXPECT_EQ(code(-1, 1, 1), StatusCode::kInvalidArgument);
-  EXPECT_EQ(code(0, -1, 1), StatusCode::kInvalidArgument);
-  EXPECT_EQ(code(0, 1, -1), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0x1p16f, 65536 + 64), StatusCode::kOk);
+  EXPECT_EQ(code(0x1p16f, 65536 + 65), StatusCode::kOutOfRange);
+  EXPECT_EQ(code(0x1p26f, 1), StatusCode::kOk);
+  EXPECT_EQ(code(0x1.1p26f, 1), StatusCode::kOutOfRange);
+  EXPECT_EQ(code(1, (int64_t{1} << 31) + 1), StatusCode::kOutOfRange);
 }
 
 }  // namespace
