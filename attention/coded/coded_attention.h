@@ -1,22 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode attention over rows of coded blocks (codec/format/coded_block_format.h): keys and
-// values are decoded in registers, by the lanes that multiply them.
+// values are decoded in registers, by the lanes that multiply them
+// (docs/internals/coded-attention.md).
 //
 // A row is one (sequence, kv_head). Its cache is a run of blocks of 64 tokens (the last may have
 // fewer), keys and values apart. One key codebook and one value codebook of pairs, with at most 32
 // levels, serve a call: the scope of KVComp section 3.2, a layer. Every query sees all of a row's
 // blocks.
 //
-//   scores    S^T = K Q^T     keys over their scales, which go with the queries: WeightedRows
-//   output    O^T = V^T P^T   codes of V times p times the factors of the tokens
-//
 // Bad input: what the bytes say is checked before it is used as a size or a position; a stream that
 // does not end where the next one begins, or a block that contradicts its row, makes the row
 // kCorrupt, with output 0 and lse -infinity. Other rows are not affected. Checksums and zero
 // padding are not looked at.
-//
-// Sources: KVComp section 3.3 (decoding fused with the matrix-vector product), BitDecoding (the
-// layout follows the instruction); docs/internals/coded-attention.md.
 #pragma once
 
 #include <cstddef>

@@ -4,17 +4,14 @@
 // A SoftmaxState stands for a set of scored tokens. With scores s_i in log2 units (logit * log2(e))
 // and vectors x_i,
 //   2^reference * sum          = sum_i 2^s_i
-//   2^reference * accumulator  = sum_i 2^s_i x_i        (the accumulator is kept beside the state,
-//   one float per dim)
-// so   output = accumulator / sum   and   lse = ln(2) * (reference + log2(sum)).
+//   2^reference * accumulator  = sum_i 2^s_i x_i        (kept beside the state, a float per dim)
+// so output = accumulator / sum and lse = ln(2) * (reference + log2(sum)). The reference is free:
+// any value that keeps sum and accumulator inside fp32 stands for the same set.
 //
 // Law: join() is commutative and associative up to rounding, with SoftmaxState{} (no tokens) as its
-// identity, and the accumulator of a union is the sum of its parts' accumulators, each times
-// share(part, whole). The reference is free: any value that keeps sum and accumulator inside fp32
-// stands for the same set.
+// identity; accumulators are added, each times share(part, whole).
 //
-// Sources: Milakov and Gimelshein 2018 (online softmax); FlashInfer's state.cuh (the state as the
-// whole of split-KV).
+// Sources: Milakov and Gimelshein 2018 (online softmax); FlashInfer's state.cuh.
 #pragma once
 
 #include <cmath>

@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Channel-wise keys: blocks of 64 or 128 tokens of one row whose keys share a scale and zero point
-// per channel, for caches without tiers.
-//
-// Keys have channels that are large in every token; a scale per channel then costs less error than
-// one per token, but it needs the tokens together. The newest tokens of a row therefore stay raw
-// (fp16) in its residual until they fill a block; the append that brings the last one quantises it.
-// Blocks never change again. Values are quantised token-wise as everywhere.
+// per channel, for caches without tiers. The newest tokens of a row stay raw (fp16) in its residual
+// until they fill a block; the append that brings the last one quantises it, and the block never
+// changes again. Values are quantised token-wise as everywhere.
 //
 // A block holds, each segment aligned to 64 bytes:
 //   key codes | key metadata | value codes | value metadata
-// Codes are tiles of 16 tokens in fragment order (codec/format/page_layout.h); value metadata is
-// that of pages. Key metadata is 4 bytes a channel, in the order of the B fragments that it is
-// multiplied into: for dims 16 f + {2t, 2t + 1, 2t + 8, 2t + 9} four scales, then four zero points,
-// 16 bytes.
+// Codes and value metadata are those of pages (codec/format/page_layout.h). Key metadata is 4 bytes
+// a channel, in the order of the B fragments that it is multiplied into: for dims
+// 16 f + {2t, 2t + 1, 2t + 8, 2t + 9} four scales, then four zero points, 16 bytes.
 //
 // Sources: KIVI (channel-wise keys), BitDecoding section 4 (KC, the residual block and its kernel);
 // the layout of the metadata is ours.

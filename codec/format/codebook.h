@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A codebook: one canonical, length-limited Huffman code and the alphabet of quantisation codes it
-// stands for.
+// stands for. It is built once, transmitted as its code lengths (docs/reference/format.md,
+// "Codebooks") and never changed; the tables below follow from the lengths.
 //
-// Scope is the caller's choice: one per (layer, component) as in KVComp section 3.2, one per
-// kv_head, or a calibrated family whose members are told apart by table_id. A codebook is built
-// once, transmitted as its code lengths (docs/reference/format.md, "Codebooks") and never changed;
-// the tables below follow from the lengths.
-//
-// A symbol is what one table lookup decodes: one code (kSingle), two (kPair), four 2-bit codes
-// (kQuad) or the high nibbles of two 8-bit codes (kSplit). Codes outside the alphabet are no error:
-// coded blocks carry them as exceptions.
+// Its scope is the caller's choice: a (layer, component) as in KVComp section 3.2, a kv_head, or a
+// family whose members are told apart by table_id. Codes outside the alphabet are no error: coded
+// blocks carry them as exceptions.
 #pragma once
 
 #include <cstdint>

@@ -1,18 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bytes of a coded block: the one place that knows its offsets (docs/reference/format.md,
-// "Coded blocks").
-//
-//   header      16 bytes
-//   exponents   tokens fields of exponent_bits; 32-bit words                          first slice
-//   lengths     32 x streams_per_lane fields of length_bits; 32-bit words             coded modes
-//   low plane   the low nibbles as raw 4-bit tiles                                    kSplit
-//   payload     code words, 32-bit words                                              coded modes
-//               or one raw tile after the other                                       raw modes
-//   exceptions  u32 each: index | delta << 16, ascending index = token * 128 + channel
-//   zeros up to a multiple of 16 bytes
-//
-// Raw tiles begin on a multiple of 16 bytes. A field i of n bits lies at bits i n .. i n + n - 1
-// of its part, counted from the lowest bit of the first byte.
+// The bytes of a coded block: the one place that knows its offsets. Its parts follow each other as
+// header | exponents | lengths | low plane | payload | exceptions | zeros
+// and are told in docs/reference/format.md, "Coded blocks".
 #pragma once
 
 #include <cstdint>

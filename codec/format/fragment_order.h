@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which a block's codes belong to the 32 lanes of a warp: the A operand of
-// mma.m16n8k16.
-//
-// A tile is 16 tokens, a dim block 16 channels. Lane l = 4 g + t owns, of every (tile, dim block),
-// four pairs r = 0..3 with rh = r % 2 and ch = r / 2, so that the codes it decodes are the
-// registers a0..a3 it multiplies:
+// The order in which a block's codes belong to the 32 lanes of a warp (docs/reference/format.md,
+// "Order of codes"): the codes that a lane decodes are the registers a0..a3 of mma.m16n8k16 that it
+// multiplies.
 //
 //   keys     S^T = K Q^T    token 16 tile + g + 8 rh, channels 16 block + 2 t + 8 ch + {0, 1}
-//
 //   values   O^T = V^T P^T  channel 16 block + g + 8 rh, tokens 16 tile + 2 t + 8 ch + {0, 1}
 //
-// A lane's stream runs over tiles, then dim blocks as dim_block_at() says, then r. Raw codes take
-// the fixed-width tiles of unified pages.
+// Lane l = 4 g + t has four pairs r = rh + 2 ch of every (tile, dim block).
 #pragma once
 
 #include <cstdint>

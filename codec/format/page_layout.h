@@ -1,17 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where every byte of a unified page lies. The only place that knows: all other code asks here.
 //
-// A page holds six segments of `tokens` tokens each, back to back in this order, each aligned to 64
-// bytes:
+// A page holds six segments of `tokens` tokens, each aligned to 64 bytes:
 //   key codes | key metadata | value codes | value metadata | scores (fp32) | positions (int32)
-// A page without records ends before the scores: tables of its owner say which tokens it holds.
-// Tokens are grouped in tiles of 16. Codes lie in the order of the A fragments of mma.m16n8k16, so
-// that a warp's loads are coalesced and a loaded register is an operand after one mask; pictures in
-// docs/reference/format.md. Raw components (16 bits, fp16 or bf16 patterns as stored) have no
-// metadata.
-//
-// Source of the idea: BitDecoding section 4 (the instruction induces the layout); measured in
-// fragment order for head_dim 128, generalised here to head_dim / 16 dim blocks.
+// A page without records ends before the scores. docs/reference/format.md has the order within
+// them, which is that of the A fragments of mma.m16n8k16, so that a loaded register is an operand
+// after one mask. Source of the idea: BitDecoding section 4 (the instruction induces the layout).
 #pragma once
 
 #include <cstdint>

@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The quantiser: scale, zero point and code of one group of values, shared by the host reference
-// and every kernel.
+// and every kernel. docs/internals/architecture.md, "Quantisation", says when each rule is used.
 //
 //   minmax    scale = half((max - min) / (levels - 1)), zero_point = half(min)
 //   relative  scale = half(step * (max - min)),         zero_point = half(min)
 //   absolute  code = round(x / step), signed
 //   norm      scale = half(0.9957 sqrt(sum of x^2 / n)), zero_point = half(-1.5 scale), 2 bits
 //
-// docs/internals/architecture.md, "Quantisation", says when each is used. Relative steps are those
-// of KVComp, section 3.1.1.
-//
 // code = round_half_even((x - zero_point) / scale) with a true division; x' = scale * code +
-// zero_point, computed with the stored fp16 scale and zero point, one multiplication and one
-// addition (never fused: host and device agree).
+// zero_point by the stored fp16 parameters, one multiplication and one addition (never fused: host
+// and device agree).
 #pragma once
 
 #include <cmath>

@@ -1,19 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted steps: the laws that host and device share to the bit.
+// Weighted steps: the laws that host and device share to the bit (docs/reference/format.md,
+// "Weighted steps").
 //
-//   scale_d = S / w_d               per row and channel, fp32 (values: w_d = 1)
-//   f(e)    = 2^(e / 8)             per token, e its exponent
-//   code    = round_half_even((x - mean_d) / (scale_d * f(e)))
-//   x'      = fma(code * f(e), scale_d, mean_d)
+//   code  = round_half_even((x - mean_d) / (scale_d * f(e))),  scale_d = S / w_d, f(e) = 2^(e / 8)
+//   x'    = fma(code * f(e), scale_d, mean_d)
+//   e     = G of keys, clamp(R + G, -128, 127) of values
+//   R     = round(4 log2(sum of x^2 / D)),  G = round(8 log2 clamp(u^-0.15, 1/2, 1.4))
 //
 // Every operation is rounded to fp32 but the fma, which rounds once. x is a key before RoPE
-// (codec/format/rope_turn.h) or a value; values have no mean. The exponent is G for keys, and for
-// values clamp(R + G, -128, 127), where
-//
-//   R = round(4 log2(sum of x^2 / D))    eighths of an octave of the token's root mean square
-//   G = round(8 log2 g), g = clamp(u^-0.15, 1/2, 1.4)    from the token's importance u
-//
-// both by thresholds, so that no logarithm is computed. A value token of zeros has e = -128.
+// (codec/format/rope_turn.h) or a value, which has neither mean nor weight; u is the importance of
+// the token. R and G are found by thresholds, so that no logarithm is computed.
 #pragma once
 
 #include <cstdint>

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much later queries look at a token: its significance, exact over a prompt.
+// How much later queries look at a token: its significance, exact over a prompt
+// (docs/internals/policies.md).
 //
 //   sig_i = mean over the counted queries j > i of max over the query heads h of the group of
 //   softmax(q_h,j . k)_i
 //
-// A query never counts for its own token; a token that no later query was counted for has
-// significance 0. Over a whole prompt that is DiffKV section 4: 1 / (N - i) times the sum over j =
-// i + 1 .. N, and sig_N = 0.
+// A query never counts for its own token; a token that no later query was counted for has 0.
 #pragma once
 
 #include <cstdint>

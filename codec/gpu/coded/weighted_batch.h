@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels of coded blocks take: keys and values to blocks (weighted_encode.cuh), and
-// ranges of tokens back (weighted_decode.cuh).
-// Bytes and numbers are those of codec/host/coded/weighted_rows.h and
-// codec/host/coded/coded_block.h, bit for bit.
+// ranges of tokens back (weighted_decode.cuh). Bytes and numbers are those of the host
+// (codec/host/coded/), bit for bit.
 //
 // Work comes as ranges of tokens of rows. A block holds the positions [64 b, 64 b + 64) of a row's
 // body; the first one begins behind the sinks, the last one may end early. A warp works on a block.
-// Pointers are to device memory unless a declaration says otherwise.
-//
-// head_dim: 64, 96, 128 or 256.
+// Pointers are to device memory unless a declaration says otherwise. head_dim: 64, 96, 128 or 256.
 #pragma once
 
 #include <cstdint>

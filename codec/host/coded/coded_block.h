@@ -1,18 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Coded blocks: up to 64 tokens of one (row, component), readable alone, decoded by one warp.
+// Coded blocks: up to 64 tokens of one (row, component), readable alone, decoded by one warp
+// (docs/reference/format.md, "Coded blocks"). Every lookup yields the same number of codes, so that
+// a corrupt stream cannot lengthen a loop. A slice that is no smaller coded is stored raw, so any
+// 16-bit codes round-trip.
 //
-// The bytes are described in docs/reference/format.md, "Coded blocks". A head_dim above 128 is cut
-// into slices of 128 channels, each a block, one after the other. 32 lanes own the codes in the
-// order of the tensor-core fragments (codec/format/fragment_order.h), every lane has one or two bit
-// streams of its own, and every lookup yields the same number of codes, so that a corrupt stream
-// cannot lengthen a loop. Codes outside a codebook's alphabet are listed as exceptions, never
-// saturated; a slice that is no smaller coded is stored raw, so any 16-bit codes round-trip.
-//
-// Tokens have exponents, in the first slice, and dim blocks take their codebooks from a family.
 // codec/host/coded/weighted_rows.h says what codes and exponents stand for. Codes of other steps
 // have exponents 0, which take no bytes.
-//
-// Source: docs/notes/2026-11-21-entropy-choices.md.
 #pragma once
 
 #include <cstdint>
