@@ -203,11 +203,10 @@ Result<Candidate> code_symbols(const SymbolCounts& symbols, int32_t max_length, 
   return out;
 }
 
-// The best code for one window of codes: with all symbols, or without those that are rarer than one
-// in a share of the table.
-Result<Candidate> best_code(const SymbolCounts& symbols, int32_t max_length) {
+// The codes for one window of codes: with all symbols, or without those that are rarer than one in
+// a share of the table.
+void consider_codes(const SymbolCounts& symbols, int32_t max_length, Cheapest* best) {
   const uint64_t total = sum_of(symbols.counts);
-  Cheapest best;
   int64_t tried = -1;  // symbols of the last code
   for (const uint64_t share : kRarityShares) {
     const uint64_t rarest = std::max<uint64_t>(total / (share << max_length), 1);
@@ -215,13 +214,12 @@ Result<Candidate> best_code(const SymbolCounts& symbols, int32_t max_length) {
                                        [rarest](uint64_t n) { return n >= rarest; });
     if (kept == tried) continue;  // the same symbols as before
     tried = kept;
-    best.consider(code_symbols(symbols, max_length, rarest));
+    best->consider(code_symbols(symbols, max_length, rarest));
   }
-  return best.take();
 }
 
-Result<Candidate> code_window(const CodeHistogram& h, BlockMode mode, int32_t levels,
-                              const CodebookSpec& spec) {
+SymbolCounts count_symbols(const CodeHistogram& h, BlockMode mode, int32_t levels,
+                           const CodebookSpec& spec) {
   Codebook c;
   c.component = h.component();
   c.mode = mode;
@@ -229,10 +227,9 @@ Result<Candidate> code_window(const CodeHistogram& h, BlockMode mode, int32_t le
   c.streams_per_lane = spec.streams_per_lane;
   c.levels = levels;
   c.base = best_base(h, levels);
-  SymbolCounts symbols = mode == BlockMode::kSingle ? count_singles(h, std::move(c))
-                         : mode == BlockMode::kQuad ? count_quads(h, std::move(c))
-                                                    : count_pairs(h, std::move(c));
-  return best_code(symbols, spec.max_length);
+  return mode == BlockMode::kSingle ? count_singles(h, std::move(c))
+         : mode == BlockMode::kQuad ? count_quads(h, std::move(c))
+                                    : count_pairs(h, std::move(c));
 }
 
 // The best number of levels for a mode: as many as there are codes where they fit, else the widest
@@ -245,7 +242,7 @@ Result<Candidate> best_of_mode(const CodeHistogram& h, BlockMode mode, const Cod
   const int32_t enough = std::max(range, narrowest);
   for (const int32_t levels : {widest, 128, 96, 64, 48, 40, 28, 24, 20, 16, enough}) {
     if (levels < narrowest || levels > widest || levels > enough) continue;
-    best.consider(code_window(h, mode, levels, spec));
+    consider_codes(count_symbols(h, mode, levels, spec), spec.max_length, &best);
   }
   return best.take();
 }
