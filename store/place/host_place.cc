@@ -142,12 +142,24 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
                  call.stride,
                  shape.dtype,
                  call.tokens};
-  for (size_t i = 0; i < moves.size(); ++i) {
-    const RowOfCall rows = {static_cast<int32_t>(i), 0, heads};
-    if (Status s = check_chunk(chunk, shape.head_dim, rows, moves[i].from.tokens); !s) {
-      return s.with_context(name_of(moves[i].id()));
+  // Of all sequences.
+  const auto worst_of = [&](const auto& check) {
+    Status worst;
+    for (size_t i = 0; i < moves.size(); ++i) {
+      const Status s = check(RowOfCall{static_cast<int32_t>(i), 0, heads}, moves[i].from.tokens);
+      if (worse_of(worst.code(), s.code()) == worst.code()) continue;
+      worst = s.with_context(name_of(moves[i].id()));
     }
-  }
+    return worst;
+  };
+  Status fault = worst_of([&](const RowOfCall& rows, int32_t first) {
+    return check_values(chunk, shape.head_dim, rows, first);
+  });
+  if (!fault) return fault;
+  fault = worst_of([&](const RowOfCall& rows, int32_t first) {
+    return check_significances(chunk, rows, first);
+  });
+  if (!fault) return fault;
   std::vector<float> found;
   if (call.q != nullptr) {
     if (Status s = find_significance(call, moves, &found); !s) return s;

@@ -6,34 +6,50 @@
 
 namespace tierkv::store {
 
-Status check_chunk(const Chunk& chunk, int32_t head_dim, RowOfCall rows, int32_t first) {
+namespace {
+
+std::string named(const char* what, int64_t kv_head, int64_t position, const char* fault) {
+  return std::string(what) + ": kv_head " + std::to_string(kv_head) + " of the token at position " +
+         std::to_string(position) + fault;
+}
+
+}  // namespace
+
+Status check_values(const Chunk& chunk, int32_t head_dim, RowOfCall rows, int32_t first) {
   const int64_t per_token = int64_t{rows.num_kv_heads} * head_dim;
   const int64_t values = chunk.tokens * per_token;
+  Status worst;
   for (const Component c : {Component::kKey, Component::kValue}) {
     const uint16_t* x = (c == Component::kKey ? chunk.k : chunk.v) + rows.sequence * values;
     for (int64_t i = 0; i < values; ++i) {
       const float value = raw_to_float(chunk.dtype, x[i]);
       const bool finite = is_finite(value);
       if (finite && is_finite(half_to_float(float_to_half(value)))) continue;
-      return Status(finite ? StatusCode::kOutOfRange : StatusCode::kNonFinite,
-                    std::string(c == Component::kKey ? "k" : "v") + ": kv_head " +
-                        std::to_string(i % per_token / head_dim) + " of the token at position " +
-                        std::to_string(first + i / per_token) +
-                        (finite ? " is beyond fp16" : " is not finite"));
+      if (finite && !worst) continue;
+      worst = Status(finite ? StatusCode::kOutOfRange : StatusCode::kNonFinite,
+                     named(c == Component::kKey ? "k" : "v", i % per_token / head_dim,
+                           first + i / per_token, finite ? " is beyond fp16" : " is not finite"));
+      if (!finite) return worst;
     }
   }
+  return worst;
+}
+
+Status check_significances(const Chunk& chunk, RowOfCall rows, int32_t first) {
+  Status worst;
   for (int32_t h = 0; chunk.significance != nullptr && h < rows.num_kv_heads; ++h) {
     const int64_t row = int64_t{rows.sequence} * rows.num_kv_heads + h;
     for (int32_t t = 0; t < chunk.tokens; ++t) {
       const float x = chunk.significance[row * chunk.stride + t];
-      if (is_finite(x) && x >= 0) continue;
-      return Status(is_finite(x) ? StatusCode::kInvalidArgument : StatusCode::kNonFinite,
-                    "significance: kv_head " + std::to_string(h) + " of the token at position " +
-                        std::to_string(first + t) +
-                        (is_finite(x) ? " is negative" : " is not finite"));
+      const bool finite = is_finite(x);
+      if ((finite && x >= 0) || (finite && !worst)) continue;
+      worst =
+          Status(finite ? StatusCode::kInvalidArgument : StatusCode::kNonFinite,
+                 named("significance", h, first + t, finite ? " is negative" : " is not finite"));
+      if (!finite) return worst;
     }
   }
-  return Status::ok();
+  return worst;
 }
 
 void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position,

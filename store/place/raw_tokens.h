@@ -126,9 +126,17 @@ TKV_HD RawTokens raw_tokens(const RawLayout& layout, const uint8_t* raw, int32_t
   return t;
 }
 
-// Host memory from here on. What a sequence brings, whose first token gets position `first`:
-// kNonFinite; kOutOfRange for values beyond fp16.
-Status check_chunk(const Chunk& chunk, int32_t head_dim, RowOfCall rows, int32_t first);
+// Which of two faults a call tells: of its values, and if those are fine of its significances, what
+// is not finite first.
+TKV_HD constexpr StatusCode worse_of(StatusCode a, StatusCode b) {
+  return a == StatusCode::kOk || b == StatusCode::kNonFinite ? b : a;
+}
+
+// Host memory from here on. What a sequence brings, whose first token gets position `first`: the
+// worse_of() its faults. Of values kNonFinite, and kOutOfRange for those beyond fp16; of
+// significances kNonFinite, and kInvalidArgument for negative ones.
+Status check_values(const Chunk& chunk, int32_t head_dim, RowOfCall rows, int32_t first);
+Status check_significances(const Chunk& chunk, RowOfCall rows, int32_t first);
 
 // Writes or reads one token of a raw row, [head_dim] fp16 at any address, whose position is a
 // sink's or in the ring.

@@ -206,6 +206,39 @@ TEST(OneStore, RefusesValuesByName) {
   }
 }
 
+// Of several faults of a call the worst is told, whichever sequence has it: what is wrong with the
+// second sequence here comes before all that is wrong with the first.
+TEST(OneStore, TellsTheWorstOfACall) {
+  StoreConfig config = make_config({});
+  config.layout.dtype = DType::kBFloat16;
+  std::mt19937 rng(7);
+  constexpr int32_t kTokens = 20;
+  const Feed good(config.layout, 2 * kTokens, &rng);
+  OneSequence one(config);
+  KvStore* engine = one.store.engine.get();
+  const SequenceId ids[] = {one.id, *engine->add_sequence()};
+  ASSERT_TRUE(engine->begin({ids, 2}, kTokens));
+  const int64_t second = kTokens * int64_t{config.layout.num_kv_heads} * config.layout.head_dim;
+  const auto told = [&](float of_first, float score, float of_second, float second_score) {
+    Feed bad = good;
+    bad.k[0] = float_to_raw(DType::kBFloat16, of_first);
+    bad.v[second] = float_to_raw(DType::kBFloat16, of_second);
+    std::vector<float> significance(4 * kTokens, 0.1f);
+    significance[0] = score, significance[2 * kTokens] = second_score;
+    LayerAppend call = bad.call(one.id, 0, 0, kTokens);
+    call.sequences = {ids, 2};
+    call.significance = significance.data(), call.stride = kTokens;
+    const Status s = engine->append(call);
+    EXPECT_THAT(s.message(), HasSubstr("sequence 2"));
+    return s;
+  };
+  EXPECT_EQ(told(1e30f, -1, NAN, -1).code(), StatusCode::kNonFinite);
+  EXPECT_EQ(told(1, NAN, 1e30f, 1).code(), StatusCode::kOutOfRange);
+  const Status not_finite = told(1, -1, 1, NAN);
+  EXPECT_EQ(not_finite.code(), StatusCode::kNonFinite);
+  EXPECT_THAT(not_finite.message(), HasSubstr("significance"));
+}
+
 // The order of calls: a layer at a time, all layers before the next begin.
 TEST(OneStore, RefusesCallsOutOfOrder) {
   const StoreConfig config = make_config({});

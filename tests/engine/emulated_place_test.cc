@@ -128,6 +128,37 @@ TEST(EmulatedPlaceFaults, TokensThatLeaveAtOnce) {
   }
 }
 
+// Faults of one row in any order, found by the threads of one CTA, are told by the rule by which
+// the host tells them.
+TEST(EmulatedPlaceFaults, TheWorstOfARowIsTold) {
+  for (int32_t round = 0; round < 60; ++round) {
+    RawWorld w(64, round % 2 == 0 ? DType::kBFloat16 : DType::kFloat16);
+    w.most_ctas = 1;
+    const int32_t n = w.input.uniform(1, 150), head = w.input.uniform(0, w.kv_heads - 1);
+    StatusCode expected = StatusCode::kOk;
+    w.change = [&](RawWorld::Tensors* x) {
+      x->significance.resize(static_cast<size_t>(w.sequences * w.kv_heads) * x->stride, 0.5f);
+      const auto anywhere = [&](std::vector<uint16_t>& of) -> uint16_t& {
+        return of[(w.input.uniform(0, n - 1) * w.kv_heads + head) * 64 + w.input.uniform(0, 63)];
+      };
+      const bool kinds[] = {w.input.chance(0.4), w.input.chance(0.5), w.input.chance(0.5)};
+      for (int32_t i = 0; i < 3; ++i) {
+        const int32_t t = w.input.uniform(0, n - 1);
+        if (kinds[0]) anywhere(w.input.chance(0.5) ? x->k : x->v) = 0x7fff;  // NaN
+        if (kinds[1] && w.dtype == DType::kBFloat16) anywhere(x->v) = 0x7f00;
+        if (kinds[2]) x->significance[head * x->stride + t] = w.input.chance(0.5) ? -1.0f : NAN;
+      }
+      const Chunk chunk = {x->k.data(), x->v.data(), x->significance.data(), x->stride, w.dtype, n};
+      const RowOfCall rows = {0, 0, w.kv_heads};
+      expected = check_values(chunk, 64, rows, 0).code();
+      if (expected == StatusCode::kOk) expected = check_significances(chunk, rows, 0).code();
+    };
+    w.append(n, false);
+    ASSERT_EQ(w.fault.status, expected) << "round " << round;
+    EXPECT_TRUE(expected == StatusCode::kOk || w.fault.kv_head == head);
+  }
+}
+
 // One row of the attention: queries of a sequence and kv_head. body_lse: of other tokens, which
 // the count must know of.
 struct Attended {

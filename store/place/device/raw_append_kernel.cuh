@@ -29,7 +29,7 @@ __device__ __forceinline__ uint16_t checked_half(DType dtype, uint32_t bits, Sta
   }
   const uint16_t half = dtype == DType::kFloat16 ? raw : float_to_half(x);
   if ((half & 0x7fffu) < 0x7c00u) return half;
-  if (*code == StatusCode::kOk) *code = StatusCode::kOutOfRange;
+  *code = worse_of(*code, StatusCode::kOutOfRange);
   return static_cast<uint16_t>((half & 0x8000u) | 0x7bffu);
 }
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ RawScore score_of(const RawAppendCall& c, int32_t row
   if (c.chunk.significance == nullptr) return {};
   const float x = c.chunk.significance[row * c.chunk.stride + token];
   if (!is_finite(x) || x < 0) {
-    *code = is_finite(x) ? StatusCode::kInvalidArgument : StatusCode::kNonFinite;
+    *code = worse_of(*code, is_finite(x) ? StatusCode::kInvalidArgument : StatusCode::kNonFinite);
     return {};
   }
   return chunk_score(x, c.chunk.tokens - 1 - token);
@@ -90,6 +90,16 @@ __device__ __forceinline__ StatusCode check_scores(const RawAppendCall& c, int32
   return code;
 }
 
+// What all threads of a CTA have found, of values first.
+__device__ __forceinline__ StatusCode worst_of_cta(StatusCode of_values, StatusCode of_scores) {
+  const auto all = [](bool x) { return __syncthreads_and(x) != 0; };
+  if (all(of_values == StatusCode::kOk && of_scores == StatusCode::kOk)) return StatusCode::kOk;
+  if (!all(of_values != StatusCode::kNonFinite)) return StatusCode::kNonFinite;
+  if (!all(of_values == StatusCode::kOk)) return StatusCode::kOutOfRange;
+  return all(of_scores != StatusCode::kNonFinite) ? StatusCode::kInvalidArgument
+                                                  : StatusCode::kNonFinite;
+}
+
 // A CTA for every gridDim.y-th kAppendTokens tokens of a row: x is the row, y the tokens.
 inline __global__ void __launch_bounds__(kAppendThreads)
     raw_append_kernel(const __grid_constant__ RawAppendCall c) {
@@ -104,7 +114,8 @@ inline __global__ void __launch_bounds__(kAppendThreads)
   constexpr int32_t kLoads = 4;  // of a thread, in flight
   const int32_t pairs = c.raw.head_dim / 2;
   uint8_t* raw = c.memory.raw(slot, c.layer) + static_cast<int64_t>(kv_head) * c.raw.row_bytes;
-  auto code =
+  auto of_values = StatusCode::kOk;
+  auto of_scores =
       c.is_checked && c.chunk.significance != nullptr ? check_scores(c, row) : StatusCode::kOk;
   const auto is_kept = [&](int32_t position) {
     return position < c.laws.sink_tokens || position >= first_in_ring;
@@ -120,8 +131,7 @@ inline __global__ void __launch_bounds__(kAppendThreads)
     if (begin >= n) break;
     const int32_t count = least(kAppendTokens, n - begin);
     if (first + begin < first_in_ring && !c.is_checked) {
-      const StatusCode found = check_tokens(c, row, begin, count);
-      if (found != StatusCode::kOk) code = found;
+      of_values = worse_of(of_values, check_tokens(c, row, begin, count));
     }
     const bool any_kept =
         first + begin < c.laws.sink_tokens || first + begin + count > first_in_ring;
@@ -143,20 +153,24 @@ inline __global__ void __launch_bounds__(kAppendThreads)
         if (!is_kept(position)) continue;
         uint8_t* const to_key = raw + c.raw.token_byte(Component::kKey, position);
         uint8_t* const to_value = raw + c.raw.token_byte(Component::kValue, position);
-        reinterpret_cast<uint32_t*>(to_key)[at % pairs] = checked_pair(c.chunk.dtype, k[i], &code);
+        reinterpret_cast<uint32_t*>(to_key)[at % pairs] =
+            checked_pair(c.chunk.dtype, k[i], &of_values);
         reinterpret_cast<uint32_t*>(to_value)[at % pairs] =
-            checked_pair(c.chunk.dtype, v[i], &code);
+            checked_pair(c.chunk.dtype, v[i], &of_values);
       }
     }
     if (thread < count) {
       const int32_t token = begin + thread, position = first + token;
-      const RawScore score = score_of(c, row, token, &code);
+      const RawScore score = score_of(c, row, token, &of_scores);
       if (is_kept(position) && position >= c.laws.sink_tokens) {
         *reinterpret_cast<RawScore*>(raw + c.raw.score_byte(position)) = score;
       }
     }
   }
-  if (code != StatusCode::kOk) report_fault(c.fault, {code, slot, c.layer, kv_head});
+  const StatusCode code = worst_of_cta(of_values, of_scores);
+  if (code != StatusCode::kOk && thread == 0) {
+    report_fault(c.fault, {code, slot, c.layer, kv_head});
+  }
   if (kv_head == 0 && blockIdx.y == 0 && thread == 0) {
     c.counts[static_cast<int64_t>(slot) * c.num_layers + c.layer] = to;
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include "store/place/device/raw_append_kernel.cuh"
@@ -31,6 +32,14 @@ struct RawWorld {
   std::vector<LayerTokens> counts;  // [sequences][layers]
   DeviceFault fault = {};
   DType dtype;
+  int32_t most_ctas = 3;  // of a row
+  // Changes a chunk: keys, values, significances.
+  struct Tensors {
+    std::vector<uint16_t> k, v;
+    std::vector<float> significance;
+    int32_t stride = 0;
+  };
+  std::function<void(Tensors*)> change = [](Tensors*) {};
 
   RawWorld(int32_t head_dim, DType type) : dtype(type) {
     constexpr int32_t kUnits[] = {1, 16, 32, 64};
@@ -70,15 +79,15 @@ struct RawWorld {
       std::memcpy(x.data(), bytes.data(), bytes.size());
       return x;
     };
-    const std::vector<uint16_t> k = fill(), v = fill();
-    const int32_t stride = n + input.uniform(0, 3);
-    std::vector<float> significance(static_cast<size_t>(sequences * kv_heads) * stride);
-    for (float& x : significance) x = input.real(0, 1);
-    const bool has_significance = input.chance(0.5);
+    Tensors x = {fill(), fill(), {}, n + input.uniform(0, 3)};
+    x.significance.resize(static_cast<size_t>(sequences * kv_heads) * x.stride);
+    for (float& s : x.significance) s = input.real(0, 1);
+    if (input.chance(0.5)) x.significance.clear();
+    change(&x);
     std::vector<int32_t> slots;
     std::vector<LayerTokens> to;
-    const Chunk chunk = {k.data(), v.data(), has_significance ? significance.data() : nullptr,
-                         stride,   dtype,    n};
+    const float* const significance = x.significance.empty() ? nullptr : x.significance.data();
+    const Chunk chunk = {x.k.data(), x.v.data(), significance, x.stride, dtype, n};
     for (int32_t i = 0; i < sequences; ++i) {
       const int32_t slot = sequences - 1 - i;
       LayerTokens after = after_append(laws, at(slot), n);
@@ -107,7 +116,7 @@ struct RawWorld {
     call.chunk = chunk;
     call.fault = &fault;
     const int32_t pieces = (n + kAppendTokens - 1) / kAppendTokens;
-    emulate(sequences * kv_heads, std::min(pieces, 3), kAppendThreads,
+    emulate(sequences * kv_heads, std::min(pieces, most_ctas), kAppendThreads,
             [&] { raw_append_kernel(call); });
   }
 };
