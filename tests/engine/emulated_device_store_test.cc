@@ -15,6 +15,7 @@
 #include "store/rows/coded/device_coded_rows.cu"
 #include "tests/engine/support/emulated_attention.h"
 #include "tests/gpu/store/twin_calls.cuh"
+#include "tests/gpu/store/twin_faults.cuh"
 #include "tests/gpu/store/twin_queries.cuh"
 
 namespace tierkv {
@@ -110,6 +111,16 @@ TEST_F(EmulatedDeviceStore, FaultySignificancesAreUnknown) {
   for (const BodyFormat& format : {BodyFormat{CodedFormat{}}, BodyFormat{TiersFormat{}}}) {
     KvTwins t(twin_config({.format = format}), &rng_);
     testing::expect_faults_are_unknown(&t, 150);
+  }
+}
+TEST_F(EmulatedDeviceStore, TellsWhatTheHostRefuses) {
+  for (const BodyFormat& format :
+       {BodyFormat{TiersFormat{}}, BodyFormat{CodedFormat{}}, BodyFormat{ChannelFormat{}}}) {
+    TwinChoice choice = {.format = format, .dtype = DType::kBFloat16};
+    choice.raw_layers = {1};
+    KvTwins t(twin_config(choice), &rng_);
+    expect_values_are_told(&t, 300, 12);
+    expect_values_are_told(&t, 70, 6);  // few leave
   }
 }
 TEST_F(EmulatedDeviceStore, TakesQueries) {

@@ -397,10 +397,12 @@ __device__ __forceinline__ StatusCode encode_tiers_part(const TiersCall& c, cons
   return code;
 }
 
+// Tokens of the ring are finite. Values of a chunk that are not, or not as fp16, are the place's to
+// report: it knows which of both they are.
 template <int32_t kDim>
 __device__ __forceinline__ void report_token(const TiersCall& c, const TiersPlace& at,
                                              StatusCode code) {
-  if (code == StatusCode::kOk || lane_of_token<kDim>() != 0) return;
+  if (code != StatusCode::kOutOfRange || lane_of_token<kDim>() != 0) return;
   report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
 }
 

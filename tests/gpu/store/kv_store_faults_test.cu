@@ -31,6 +31,19 @@ TEST(KvStoreFaults, SmallValuesAreToldLate) {
   twins.expect_equal();
 }
 
+TEST(KvStoreFaults, TellsWhatTheHostRefuses) {
+  std::mt19937 rng(1);
+  for (const BodyFormat& format :
+       {BodyFormat{TiersFormat{}}, BodyFormat{CodedFormat{}}, BodyFormat{ChannelFormat{}}}) {
+    TwinChoice choice = with(format, 128, 2, 4);
+    choice.dtype = DType::kBFloat16;
+    choice.raw_layers = {1};
+    KvTwins t(twin_config(choice), &rng);
+    expect_values_are_told(&t, 500, 12);
+    expect_values_are_told(&t, 70, 6);  // few leave
+  }
+}
+
 TEST(KvStoreFaults, SmallWhatADeviceLacksIsNamed) {
   std::mt19937 rng(1);
   TwinChoice choice = without_bodies(64, 1);
