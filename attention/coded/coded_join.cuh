@@ -66,7 +66,12 @@ struct JoinTask {
                        call.dtype == DType::kBFloat16},
                       call.prior, place, params.queries.head(row, params.first_column + column));
     if (column != 0 || dim != 0 || !is_first_lane()) return;
-    call.row_status[row] = is_corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
+    const StatusCode found = is_corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
+    if (call.status_stride != 0) {
+      call.row_status[int64_t{row} * call.status_stride] = found;
+    } else if (is_corrupt) {
+      atomicCAS(reinterpret_cast<int32_t*>(call.row_status), 0, static_cast<int32_t>(found));
+    }
   }
 };
 

@@ -255,8 +255,9 @@ class TKV_API KvStore final {
   // kUnsupported in host memory. A launch for another number of sequences than named here takes
   // the captured ones, and take_status() tells kInvalidArgument.
   Status note_replay(SequenceList sequences, int32_t tokens);
-  // Waits for the device and gives the first failure that kernels have found since the last call.
-  // Always kOk in host memory.
+  // Waits for the device and gives the first failure that kernels have found since the last call;
+  // of failures in several rows of a call any may be the first. kCorrupt: attention gave up a row,
+  // whose body then has weight 0. Always kOk in host memory.
   Status take_status();
 
   // A copy that shares full pages. kOutOfPages; kOutOfRange when max_sequences are open.

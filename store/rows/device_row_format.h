@@ -59,8 +59,8 @@ struct DeviceStoreView : RawRows {
 // hold. A format reads values of a chunk that are not finite as 0. The place reports such values,
 // unless the format does (checks_chunks()).
 struct DeviceFault {
-  StatusCode status;  // kOk: none
-  int32_t slot, layer, kv_head;
+  StatusCode status = StatusCode::kOk;
+  int32_t slot = -1, layer = -1, kv_head = -1;  // -1: unknown, as where a kernel tells status alone
 };
 
 // What becomes valid with a call once its pages are dealt: commit() of

@@ -181,6 +181,7 @@ TEST_F(EmulatedCodedRows, WholeBlocksWithAProfile) {
   for (const int32_t head_dim : {64, 96, 128, 256}) run(config(head_dim, 64, true), 25);
   EXPECT_GT(seen_.blocks, 100);
   EXPECT_GT(seen_.answers, 0);
+  EXPECT_GT(seen_.given_up, 0);
 }
 
 TEST_F(EmulatedCodedRows, BlocksThatAreContinued) {

@@ -224,13 +224,18 @@ Status DevicePlace::decode_tokens(const LayerRange& range, const LayerMove& move
                         range.end - range.first});
 }
 
+Status DevicePlace::clear_fault() const {
+  static constexpr DeviceFault kNone;
+  return copy(fault_, &kNone, sizeof(kNone));
+}
+
 Status DevicePlace::take_status() {
   if (Status s = enter("take_status", false); !s) return s;
   DeviceFault fault;
   if (Status s = copy(&fault, fault_, sizeof(fault)); !s) return s;
   if (Status s = wait(); !s) return s;
   if (fault.status == StatusCode::kOk) return Status::ok();
-  if (Status s = zero(fault_, sizeof(fault)); !s) return s;
+  if (Status s = clear_fault(); !s) return s;
   std::string where = "found on the device";
   if (fault.slot >= 0) where += ", slot " + std::to_string(fault.slot);
   if (fault.layer >= 0) where += ", layer " + std::to_string(fault.layer);

@@ -68,6 +68,7 @@ class DevicePlace final : public Place {
   Status wait() const;
   Status copy(void* to, const void* from, int64_t bytes) const;
   Status zero(void* at, int64_t bytes) const;
+  Status clear_fault() const;
 
   // Before every call: which memory of batches it uses.
   Status enter(const char* call, bool can_be_captured);

@@ -151,6 +151,7 @@ Status DevicePlace::allocate() {
   auto* const word = static_cast<uint64_t*>(word_.get());
   *word = static_cast<uint64_t>(num_pages) << 32 | 1u;
   free_.set(word);
+  if (Status s = clear_fault(); !s) return s;
   if (Status s = copy(least_free_, &num_pages, sizeof(num_pages)); !s) return s;
   view_ = view_of(layout_, *a, pages, slots);
   if (Status s = format_->bind(view_, fault_, stream_); !s) return s;

@@ -111,7 +111,6 @@ class AttendedCodedRows : public CodedMemory {
     const auto bytes = static_cast<int64_t>(coded_attention_workspace_bytes(call, grid));
     if (Status s = memory_.take(rows, &attended_rows_); !s) return s;
     if (Status s = memory_.take(1, &item_count_); !s) return s;
-    if (Status s = memory_.take(rows, &row_status_); !s) return s;
     if (Status s = memory_.take(bytes, &workspace_); !s) return s;
     weighted_.assign(layers(), WeightedRows{});
     for (int32_t l = 0; l < layers(); ++l) {
@@ -215,7 +214,10 @@ class AttendedCodedRows : public CodedMemory {
     call.rows = attended_rows_;
     call.q = body.q, call.out = body.out, call.lse = body.lse, call.prior = body.prior;
     call.q_is_settled = is_settled;
-    call.row_status = row_status_;
+    // A row that attention gives up is a fault. Of good blocks these are some of head_dim 256 that
+    // have a slice of codes and one of raw elements (CodedAttention::max_block_bytes).
+    call.row_status = &device_.fault->status;
+    call.status_stride = 0;
     call.workspace = workspace_;
     call.item_count = item_count_;
     call.num_rows = body.count * heads();
@@ -228,7 +230,6 @@ class AttendedCodedRows : public CodedMemory {
 
   CodedRow* attended_rows_ = nullptr;  // [max_sequences, heads]
   int32_t* item_count_ = nullptr;
-  StatusCode* row_status_ = nullptr;  // [max_sequences, heads]
   uint8_t* workspace_ = nullptr;
   std::vector<WeightedRows> weighted_;  // of each layer: its turns
 };

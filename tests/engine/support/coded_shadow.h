@@ -19,7 +19,8 @@ namespace tierkv::store::test {
 
 // How often what was compared.
 struct Seen {
-  int64_t blocks = 0, continued = 0, captured = 0, reads = 0, restored = 0, answers = 0;
+  int64_t blocks = 0, continued = 0, captured = 0, reads = 0, restored = 0, answers = 0,
+          given_up = 0;
 };
 
 // CodedRows, beside which a device does the same.
@@ -107,6 +108,18 @@ class Shadowed final : public RowFormat {
       }
       ++seen_->answers;
     }
+    EXPECT_EQ(fault_.status, StatusCode::kOk);
+    // A row that attention gives up is told, but not which it is.
+    uint8_t* const state = copy_->state(slots[0], layer);
+    if (at[0].body_end == 0 || *reinterpret_cast<const int32_t*>(state) == 0) return;
+    const int64_t refs = coded_->shape().refs_byte(0, Component::kValue);
+    reinterpret_cast<CodedBlockRef*>(state + refs)->units = 0;
+    ASSERT_TRUE(device_->attend(body));
+    EXPECT_EQ(lse[0], -INFINITY);
+    EXPECT_EQ(fault_.status, StatusCode::kCorrupt);
+    EXPECT_EQ(fault_.slot, -1);
+    fault_ = {};
+    ++seen_->given_up;
   }
 
   const FormatSizes& sizes() const override { return inner_->sizes(); }
