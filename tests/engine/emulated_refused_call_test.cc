@@ -64,6 +64,50 @@ TEST_F(EmulatedRefusedCall, CodebooksServeSequencesThatComeAfter) {
   EXPECT_GT(seen_.blocks, before);
 }
 
+// What a refused call of forks has saved is there when the next call is captured, which must not
+// free memory. Half of the stores have little staging memory; the others save nothing.
+TEST_F(EmulatedRefusedCall, ACaptureBehindItFreesNothing) {
+  ConfigChoice choice;
+  choice.num_layers = 6;
+  choice.num_kv_heads = 1;
+  choice.pages = 30;
+  choice.max_tokens = 2000;
+  choice.with_profile = true;
+  StoreConfig config = make_config(choice);
+  config.window_tokens = 30;
+  std::get<CodedFormat>(config.format).unit_tokens = 16;
+  give_pages(choice.pages, &config);
+  for (int32_t round = 0; round < 6; ++round) {
+    test::ShadowedStore store(config, &rng_, &seen_);
+    KvStore* const engine = store.engine.get();
+    const Feed feed(config.layout, 310, &rng_);
+    const SequenceId whole = *store.add(), other = *store.add();
+    for (const SequenceId& id : {whole, other}) ASSERT_TRUE(feed.give(engine, id, 0, 310));
+    const SequenceId fork = *engine->fork(whole);
+    store.rows->fork(whole.slot, fork.slot);
+    const SequenceId rest = *store.add();
+    const Feed step(config.layout, 60, &rng_);
+    Status s = Status::ok();
+    while (s) s = step.give(engine, rest, 0, 60);
+    ASSERT_EQ(s.code(), StatusCode::kOutOfPages) << s.message();
+    const SequenceId ids[] = {whole, fork};
+    const Feed twice(config.layout, 1800, &rng_);
+    ASSERT_TRUE(engine->begin({ids, 2}, 900));
+    s = Status::ok();
+    for (int32_t l = 0; s && l < choice.num_layers; ++l) {
+      LayerAppend call = twice.call(whole, l, 0, 900);
+      call.sequences = {ids, 2};
+      s = engine->append(call);
+    }
+    ASSERT_EQ(s.code(), StatusCode::kOutOfPages) << s.message();
+    const int64_t captured = seen_.captured;
+    store.rows->captures = true;
+    (void)step.give(engine, other, 0, 8);
+    EXPECT_GT(seen_.captured, captured);
+    if (HasFailure()) return;
+  }
+}
+
 TEST_F(EmulatedRefusedCall, LongerWordsThanAttentionHasRoomFor) {
   StoreConfig config = make_config({});
   for (const int32_t longest : {11, 12}) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <map>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -57,8 +56,8 @@ class PlannedCodedRows : public AttendedCodedRows {
     CodedCall& call = *made;
     call.counts = counts;
     if (Status s = open_entries(call); !s) return s;
-    saved_ = nullptr;
-    if (planned_.saved > 0 && !is_one_group(call)) {
+    is_saved_ = planned_.saved > 0 && !is_one_group(call);
+    if (is_saved_) {
       if (Status s = save(&call); !s) return s;
     }
     Status s = for_groups(call, [&](const CodedCall& of_group) {
@@ -77,7 +76,7 @@ class PlannedCodedRows : public AttendedCodedRows {
     if (!made) return made.status();
     CodedCall& call = *made;
     call.copies = copies;
-    call.saved = saved_ == nullptr ? nullptr : saved_blocks_;
+    call.saved = is_saved_ ? saved_.get() : nullptr;
     call.saved_bytes = device_.shape.largest_block_bytes();
     const int64_t rows = int64_t{works.entries()} * heads() * 2;
     if (copies != nullptr) {
@@ -99,7 +98,7 @@ class PlannedCodedRows : public AttendedCodedRows {
       return run(OfCall<WriteRawBlocks>{of_group}, items, 1);
     });
     if (!s) return s;
-    saved_ = nullptr;
+    is_saved_ = false;
     note(works);
     return call.by_entry ? Status::ok() : run(OfCall<FinishEntries>{call}, works.entries(), 1);
   }
@@ -300,9 +299,9 @@ class PlannedCodedRows : public AttendedCodedRows {
   Status save(CodedCall* call) {
     const int64_t blocks = int64_t{planned_.saved} * kMostSavedBlocks * heads() * 2;
     call->saved_bytes = device_.shape.largest_block_bytes();
-    saved_ = std::make_unique<DeviceMemory>("blocks of layers that are fixed");
-    if (Status s = saved_->take(blocks * call->saved_bytes, &saved_blocks_); !s) return s;
-    call->saved = saved_blocks_;
+    constexpr const char* kWhat = "blocks of layers that are fixed";
+    if (Status s = saved_.reserve(blocks * call->saved_bytes, stream_, kWhat); !s) return s;
+    call->saved = saved_.get();
     return run(SaveBlocks{*call}, blocks, SaveBlocks::kThreads / kWarpLanes);
   }
 
@@ -424,8 +423,8 @@ class PlannedCodedRows : public AttendedCodedRows {
     return int64_t{call.layer_cells()} * call.works.num_layers <= call.group_cells;
   }
 
-  std::unique_ptr<DeviceMemory> saved_;  // of the call between plan() and write()
-  uint8_t* saved_blocks_ = nullptr;
+  PoolMemory saved_;       // kept from call to call; captured ones have nothing to save
+  bool is_saved_ = false;  // what the call between plan() and write() writes over
   HostPlan planned_;
   std::map<int32_t, LayerBooks> made_;  // by layer: by plan(), until write() keeps them
 };

@@ -5,7 +5,7 @@
 // Steps of sequences whose layers are fixed run without the host. A call that fixes a layer waits
 // for the device where the host has to work out something from tokens: codebooks, once for a layer
 // of the store, and without a profile's means and query energies means and steps of each sequence.
-// It also allocates for a moment as much as the raw blocks of the layers that it fixes take.
+// It also takes, and keeps, as much memory as the raw blocks of the layers that it fixes.
 //
 // Where the newest block is continued on a page that a fork shares, a captured step puts the block
 // behind all others and leaves the old one as it is; the host's table is shorter then.

@@ -26,6 +26,8 @@ struct Seen {
 // CodedRows, beside which a device does the same.
 class Shadowed final : public RowFormat {
  public:
+  bool captures = false;  // all that can be captured
+
   Shadowed(const StoreConfig& config, std::mt19937* rng, Seen* seen)
       : config_(config), rng_(rng), seen_(seen) {
     inner_ = std::move(*make_row_format(config));
@@ -141,8 +143,11 @@ class Shadowed final : public RowFormat {
     cuts_ = device_->may_rewrite(of_device);
     is_captured_ = !cuts_ && of_device.most_leaving <= kBlockTokens && (*rng_)() % 2 == 0 &&
                    device_->require_capturable(of_device);
+    is_captured_ |= captures;
     if (is_captured_) of_device.moves = nullptr, ++seen_->captured;
+    const int64_t frees = emulator::frees;
     const Status planned = device_->plan(of_device, {call_->kept.data(), call_->target.data()});
+    EXPECT_TRUE(!is_captured_ || emulator::frees == frees) << "memory is freed in a capture";
     Result<std::unique_ptr<BodyPlan>> plan = inner_->plan(works);
     if (!plan) {
       const StatusCode found = planned ? fault_.status : planned.code();

@@ -39,6 +39,7 @@ inline bool is_pinned = false;
 inline size_t pinned_bytes = 0;  // that were ever taken
 // The id of the capture that a test pretends; 0: none.
 inline unsigned long long capture = 0;
+inline int64_t frees = 0;                       // calls of cudaFree(), which waits
 inline int multiprocessors = 1;                 // of the device
 inline constexpr int kSharedBytes = 227 << 10;  // that a CTA may have
 }  // namespace emulator
@@ -63,6 +64,7 @@ cudaError_t cudaMalloc(T** p, size_t bytes) {
   return error;
 }
 inline cudaError_t cudaFree(void* p) {
+  ++emulator::frees;
   std::free(p);
   return cudaSuccess;
 }
@@ -70,7 +72,8 @@ inline cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t) {
   return cudaMalloc(p, bytes);
 }
 inline cudaError_t cudaFreeAsync(void* p, cudaStream_t) {
-  return cudaFree(p);
+  std::free(p);
+  return cudaSuccess;
 }
 inline cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
   emulator::pinned_bytes += bytes;
