@@ -227,6 +227,33 @@ TEST_F(EmulatedDeviceStore, RefusesImpossibleBodies) {
   exchange(&t, 0);
   t.expect_equal();
 }
+// The host decodes such rows; attention on a device has no halves for their means.
+TEST_F(EmulatedDeviceStore, RefusesMeansThatAttentionHasNoNumbersFor) {
+  TwinChoice choice;
+  choice.num_kv_heads = 1;
+  KvTwins t(twin_config(choice), &rng_);
+  t.add();
+  t.extend({0}, 360);
+  const auto bytes = t.host().export_sequence(t.live()[0].host);
+  ASSERT_TRUE(bytes);
+  const std::vector<ChunkEntry> chunks = chunks_of(*bytes);
+  const auto bad = changed_bytes(*bytes, [&](size_t c, std::vector<uint8_t>* body) {
+    if (chunks[c].key.kind != ChunkKind::kStorePage || chunks[c].key.layer != 1) return;
+    const float step = 1e-8f;
+    const uint16_t one = 0x3c00;
+    std::memcpy(body->data() + 16, &step, sizeof(step));
+    std::memcpy(body->data() + 32, &one, sizeof(one));
+  });
+  const int64_t free = t.device().usage()->pages_free;
+  const auto a = t.host().import_sequence(bad.data(), bad.size());
+  const auto b = t.device().import_sequence(bad.data(), bad.size());
+  EXPECT_TRUE(a) << a.status().message();
+  EXPECT_EQ(b.status().code(), StatusCode::kUnsupported);
+  EXPECT_NE(b.status().message().find("layer 1, kv_head 0"), std::string::npos);
+  EXPECT_EQ(t.device().usage()->pages_free, free);
+  exchange(&t, 0);
+  t.expect_equal();
+}
 // Raw layers are large, so layers come in several groups. The first groups are already on their
 // pages when the last one proves damaged. If several layers are damaged, the error names the first.
 // The host reads the head of the last layer before the device decodes the first one.

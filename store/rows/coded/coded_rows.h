@@ -74,6 +74,9 @@ class CodedRows final : public RowFormat {
   bool is_fixed(const HostLayer& layer) const { return *state_at<int32_t>(layer, 0) != 0; }
   const LayerBooks& books(int32_t layer) const { return books_[layer]; }
   void set_books(int32_t layer, LayerBooks books) { books_[layer] = std::move(books); }
+  // The row with means and steps that are known. means: [head_dim] fp16.
+  WeightedRow row_of(int32_t layer, int32_t kv_head, const CodedRowState& state,
+                     const uint16_t* means) const;
   // Means and steps of a row. keys [tokens, head_dim]: its first body tokens; read where it needs
   // tokens.
   Result<WeightedRow> fit_row(int32_t layer, int32_t kv_head, const std::vector<float>& keys) const;
@@ -126,9 +129,6 @@ class CodedRows final : public RowFormat {
     return starts_[layer * shape_.num_kv_heads + kv_head];
   }
   const LayerBooks* find_books(int32_t layer, const CodedPlan& plan) const;
-
-  WeightedRow row_of(int32_t layer, int32_t kv_head, const CodedRowState& state,
-                     const uint16_t* means) const;
 
   Status draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
   // books null: blocks stay raw.

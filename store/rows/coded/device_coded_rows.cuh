@@ -188,6 +188,9 @@ class DeviceCodedRows final : public PlannedCodedRows {
   // layers are on their way meanwhile, so what counts is how soon these are over.
   Status check_imported(std::span<const HostLayer> imported, const LayerTokens* counts,
                         int32_t* fault) override {
+    if (per_slot_) {
+      if (Status s = check_rows(imported); !s) return s;
+    }
     forget_books();  // the kernel decodes with what a layer has
     if (Status s = tell_layers(); !s) return s;
     WeightedDecode decode;
@@ -263,6 +266,22 @@ class DeviceCodedRows final : public PlannedCodedRows {
   }
 
  private:
+  // Whether attention has numbers for the means and steps that came with layers.
+  Status check_rows(std::span<const HostLayer> imported) const {
+    for (const HostLayer& layer : imported) {
+      for (int32_t h = 0; host_->is_fixed(layer) && h < heads(); ++h) {
+        const auto* state = host_->state_at<CodedRowState>(layer, device_.shape.row_byte(h));
+        const auto* means = host_->state_at<uint16_t>(layer, device_.shape.means_byte(h));
+        const Status s =
+            weighted_key_channels(host_->row_of(layer.layer, h, *state, means)).status();
+        if (!s) {
+          return s.with_context("layer " + std::to_string(layer.layer) + ", kv_head " +
+                                std::to_string(h));
+        }
+      }
+    }
+    return Status::ok();
+  }
   // Warps of a CTA that decodes, which takes *bytes of shared memory.
   int32_t decode_warps(const WeightedDecode& decode, int32_t* bytes) const {
     const int32_t base = weighted_region_bytes(decode) + weighted_decode_cta_bytes(decode) + 16;
