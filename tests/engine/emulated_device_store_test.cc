@@ -123,6 +123,27 @@ TEST_F(EmulatedDeviceStore, TellsWhatTheHostRefuses) {
     expect_values_are_told(&t, 70, 6);  // few leave
   }
 }
+// What a capture has read before the step would be that of the captured sequences in every replay.
+TEST_F(EmulatedDeviceStore, AStepIsNotCapturedBehindAttention) {
+  KvTwins t(twin_config({}), &rng_);
+  t.add();
+  t.extend({0}, 400);
+  const SequenceList one = {&t.live()[0].device, 1};
+  const CacheLayout& l = t.device().config().layout;
+  std::vector<uint16_t> x(static_cast<size_t>(l.num_q_heads) * l.head_dim);
+  LayerAttend attend;
+  attend.sequences = one;
+  attend.q_len = 1;
+  attend.q = attend.out = x.data();
+  emulator::capture = 1;
+  KvTwins::expect_ok(t.device().attend(attend));
+  const Status refused = t.device().begin(one, 1);
+  EXPECT_EQ(refused.code(), StatusCode::kUnsupported);
+  EXPECT_NE(refused.message().find("attend"), std::string::npos) << refused.message();
+  emulator::capture = 2;
+  KvTwins::expect_ok(t.device().begin(one, 1));
+  emulator::capture = 0;
+}
 TEST_F(EmulatedDeviceStore, TakesQueries) {
   for (const BodyFormat& format : {BodyFormat{CodedFormat{}}, BodyFormat{TiersFormat{}}}) {
     KvTwins t(twin_config({.format = format}), &rng_);

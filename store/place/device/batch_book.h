@@ -50,6 +50,8 @@ class BatchBook {
   bool has_other_step(const std::vector<int32_t>& slots) const {
     return now().slots != slots && now().step_tokens > 0;
   }
+  // Whether the memory has a batch of another call than a step.
+  bool has_batch_alone() const { return !now().slots.empty() && now().step_tokens == 0; }
   // from, to and at of one layer.
   void wrote_layer(const std::vector<int32_t>& slots, int32_t layer) {
     wrote(slots, false);

@@ -98,6 +98,10 @@ Status DevicePlace::compress(const LayerMoves& moves, int32_t tokens) {
   const Positions layers = {0, config_.layout.num_layers};
   const Slots slots = slots_of(moves, layers.end);
   if (book_.is_captured()) {
+    // A replay for other sequences would find the captured ones in the calls before the step.
+    if (book_.has_batch_alone()) {
+      return unsupported("begin: capturing it behind an attend() of the same capture");
+    }
     if (Status s = require_alike(moves); !s) return s;
   }
   const bool compresses = book_.is_captured() || any_moves_body(moves);

@@ -2,6 +2,7 @@
 // What a store in device memory refuses, and what its kernels report.
 #include "tests/gpu/device_array.cuh"
 #include "tests/gpu/store/twin_choices.cuh"
+#include "tests/gpu/store/twin_faults.cuh"
 
 namespace tierkv::testing {
 namespace {
@@ -116,10 +117,17 @@ TEST(KvStoreFaults, SmallAStepIsCapturedForItsSequencesAlone) {
   other.q = other.out = x.get();
   LayerAttend own = other;
   own.sequences = {ids, 2};
+  // Behind attention none is.
+  ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  const Status first = twins.device().attend(own), late = twins.device().begin({ids, 2}, 1);
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  KvTwins::expect_ok(first);
+  EXPECT_EQ(late.code(), StatusCode::kUnsupported) << late.message();
   ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
   const Status begun = twins.device().begin({ids, 2}, 1), appended = twins.device().append(append),
                refused = twins.device().attend(other), attended = twins.device().attend(own);
-  cudaGraph_t graph = nullptr;
   ASSERT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
   cudaGraphDestroy(graph);
   KvTwins::expect_ok(begun);
