@@ -272,8 +272,7 @@ class DeviceCodedRows final : public PlannedCodedRows {
       for (int32_t h = 0; host_->is_fixed(layer) && h < heads(); ++h) {
         const auto* state = host_->state_at<CodedRowState>(layer, device_.shape.row_byte(h));
         const auto* means = host_->state_at<uint16_t>(layer, device_.shape.means_byte(h));
-        const Status s =
-            weighted_key_channels(host_->row_of(layer.layer, h, *state, means)).status();
+        const Status s = check_weighted_keys(host_->row_of(layer.layer, h, *state, means));
         if (!s) {
           return s.with_context("layer " + std::to_string(layer.layer) + ", kv_head " +
                                 std::to_string(h));
