@@ -272,7 +272,7 @@ TEST_F(ContainerFileTest, PagesThatContradictTheRowMapAreRefused) {
 TEST_F(ContainerFileTest, PagesBesideAKeyGapAreRefused) {
   const auto chunks_of = [&](int64_t tokens) {
     datasets::DumpReader reader = dump({tokens}, 64, DType::kFloat16);
-    compressed(reader, "k8v4:window=10");
+    compressed(reader, "k8v4:sinks=0,window=10");
     return Chunks(path("a.tkv"));
   };
   const std::vector<uint8_t> format = chunks_of(300).at(ChunkKind::kPageFormat).second;
