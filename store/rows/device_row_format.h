@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The contract of a row format in device memory: the same three parts as in host memory
-// (row_format.h), over the same bytes, as kernels on the store's stream. The place owns memory,
-// counts and page operations; a format owns what lies on pages and in its part of the slots.
-//
-// Nothing here waits for the device or allocates, unless a declaration says so, so that steps can
-// be captured. What a call depends on lies in device memory: a captured step that is replayed finds
-// other counts there than when it was captured. Host arguments are bounds that hold for every
-// replay.
+// The contract of a row format in device memory, as kernels on the store's stream. Nothing here waits
+// for the device or allocates, unless a declaration says so, so that steps can be captured. A
+// replayed step finds other counts on the device, so host arguments are bounds for every replay.
 #pragma once
 
 #include <cstdint>

@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The contract of a row format in host memory: how the body tokens of a (sequence, layer), all its
-// kv_heads, become bytes in pages and come back. A format implements it once per place; the engine
-// and the place know nothing else of it.
-//
-// In which order a place calls these, and what may fail: store/ENGINE.md, "Calls".
+// The contract of a row format in host memory. In which order a place calls it, and what may fail:
+// store/ENGINE.md, "Calls".
 //
 // Memory of a format: pages, which the allocator deals to rows of its table (rows_per_layer for
-// each (sequence, layer)), and state_bytes of each (sequence, layer) in the sequence's slot:
-// directories, means, maps. The state must be plain bytes: fork() copies it. It begins with zeros.
-// What serves all sequences (codebooks) is the format's own.
+// each (sequence, layer)), and state_bytes of each (sequence, layer) in the sequence's slot. The
+// state must be plain bytes: fork() copies it. It begins with zeros. What serves all sequences
+// (codebooks) is the format's own.
 #pragma once
 
 #include <algorithm>

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the host knows of a device that it does not wait for: what calls have left there for later
 // ones (the batch of sequences, counts derived for it, the plan of attention), and the free pages.
-//
-// There are two memories: of calls that run at once, and of calls that are captured in a graph. A
-// graph writes its own again in every replay, of which the host may learn nothing, so they never
-// share one; and what a capture uses the same capture has written.
+// Calls that run at once and captured ones have a memory each, because a graph writes its own again
+// in every replay.
 #pragma once
 
 #include <cstdint>

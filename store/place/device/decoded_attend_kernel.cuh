@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over tokens of one sequence that the place has decoded to fp16: any number of queries,
-// each over the tokens up to its own, and their probabilities. Calls that the kernels of steps do
-// not take come here. A CTA has columns (query, head of the group) of a kv_head, 8 or 16 a warp,
-// and takes the tokens of a piece tile by tile through shared memory. Between pieces it keeps its
-// sums in memory. By count it reads 512 bytes of shared memory for a product of 16 tokens, 16 dims
-// and the columns of a warp.
+// Attention over tokens of one sequence that the place has decoded to fp16, and its probabilities.
+// A CTA has columns (query, head of the group) of a kv_head, 8 or 16 a warp, and takes the tokens of
+// a piece tile by tile through shared memory. By count it reads 512 bytes of shared memory for a
+// product of 16 tokens, 16 dims and the columns of a warp.
 #pragma once
 
 #include "store/place/device/raw_attend_kernel.cuh"

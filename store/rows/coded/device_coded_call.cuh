@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels of coded rows in device memory are called with.
 //
-// A call has entries (sequence, layer); an entry has blocks that are written, which are called
-// cells. Cells are worked on in groups, for which there is staging memory: their tokens as fp16,
-// those of partial blocks that are continued as codes. plan() finds the sizes of all cells and
-// where they go; write() makes their bytes there. Between both lies the page operation alone. Where
-// one group is all, plan() leaves most blocks over their staged tokens, and write() moves them. A
-// captured step has one group; where that does not hold all cells, EncodeEntries does them.
+// An entry (sequence, layer) has blocks that are written, which are called cells. Cells are worked
+// on in groups, for which there is staging memory: their tokens as fp16, those of partial blocks
+// that are continued as codes. plan() finds the sizes of all cells; write() makes their bytes.
+// Where one group is all, plan() leaves most blocks over their staged tokens, and write() moves
+// them. A captured step has one group; where that does not hold all cells, EncodeEntries does them.
 #pragma once
 
 #include "codec/gpu/coded/weighted_batch.h"

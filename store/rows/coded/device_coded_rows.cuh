@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Coded rows in device memory: the bytes of CodedRows (coded_rows.h), made, read and attended to by
-// kernels.
+// Coded rows in device memory: the bytes of CodedRows (coded_rows.h). Here body tokens become
+// finished keys and values again, for readers and for the ring, and bodies are cut and forked. The
+// classes below are memory, attention, and plan() and write().
 //
-// Steps of sequences whose layers are fixed run without the host. A call that fixes a layer waits
-// for the device where the host has to work out something from tokens: codebooks, once for a layer
-// of the store, and without a profile's means and query energies means and steps of each sequence.
-// It also takes, and keeps, as much memory as the raw blocks of the layers that it fixes.
+// A call that fixes a layer waits for the device where the host works out something from tokens:
+// codebooks, or means and steps. It also takes, and keeps, as much memory as the raw blocks of the
+// layers that it fixes.
 //
 // Where the newest block is continued on a page that a fork shares, a captured step puts the block
 // behind all others and leaves the old one as it is; the host's table is shorter then.
-//
-// The class is written in parts, each on top of the last: memory, attention, plan() and write(),
-// and here body tokens back to finished keys and values, for readers and for the ring, and what a
-// truncation or a fork does.
 #pragma once
 
 #include "codec/gpu/coded/weighted_decode.cuh"

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of tiers in device memory: the bytes of TiersRows (tiers_rows.h).
+// The kernels of tiers in device memory: the bytes of TiersRows (tiers_rows.h). Bound: latency.
 //
-// plan(): steps by a thread a row, chunks by 16 warps a row, which decide about what leaves. They
-// write tiers into the map, behind the body's end, where the map may say anything. Those of a step
-// are in the draft too; a chunk leaves the tokens of each side before every group of positions.
-// write(): tokens of steps one by one, whose places follow from the draft; chunks go by tiles
-// (device_tiers_tiles.cuh). Bound: latency.
+// plan(): steps by a thread a row, chunks by 16 warps a row. Those of a step are in the draft as
+// well; a chunk leaves the tokens of each side before every group of positions.
+// write(): tokens of steps one by one; chunks go by tiles (device_tiers_tiles.cuh).
 #pragma once
 
 #include <cstdint>
