@@ -26,44 +26,58 @@ class DeviceMemory {
   DeviceMemory& operator=(const DeviceMemory&) = delete;
 
   int64_t bytes() const { return bytes_; }
+  // The first failure of the calls below, kOutOfMemory or kCuda; after it they do nothing.
+  const Status& status() const { return status_; }
 
-  // Aligned to 256 bytes; what it holds is not defined. kOutOfMemory, kCuda.
-  template <class T>
-  Status take(int64_t count, T** memory) {
-    void* p = nullptr;
-    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-    if (Status s = device_allocate(static_cast<size_t>(bytes), what_, &p); !s) return s;
-    taken_.push_back(p);
-    bytes_ += bytes;
-    *memory = static_cast<T*>(p);
-    return Status::ok();
+  // `count` of each, aligned to 256 bytes; what they hold is not defined.
+  template <class... T>
+  void take(int64_t count, T**... memory) {
+    (take_one(count, memory), ...);
   }
   // Zeros, in the stream's order.
-  template <class T>
-  Status take_zeros(int64_t count, T** memory, cudaStream_t stream) {
-    if (Status s = take(count, memory); !s) return s;
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
-    return cuda_status(cudaMemsetAsync(*memory, 0, bytes, stream), what_);
+  template <class... T>
+  void take_zeros(cudaStream_t stream, int64_t count, T**... memory) {
+    const auto fill = [&](auto** one) {
+      take_one(count, one);
+      if (!status_) return;
+      const size_t bytes = static_cast<size_t>(count) * sizeof(**one);
+      status_ = cuda_status(cudaMemsetAsync(*one, 0, bytes, stream), what_);
+    };
+    (fill(memory), ...);
   }
   // A copy of host memory; null where that is empty. Waits.
   template <class T>
-  Status put(const std::vector<T>& from, const T** to) {
+  void put(const std::vector<T>& from, const T** to) {
     *to = nullptr;
-    if (from.empty()) return Status::ok();
+    if (from.empty()) return;
     T* memory = nullptr;
-    if (Status s = take(static_cast<int64_t>(from.size()), &memory); !s) return s;
+    take_one(static_cast<int64_t>(from.size()), &memory);
+    if (!status_) return;
     *to = memory;
     const size_t bytes = from.size() * sizeof(T);
     cudaError_t error = cudaMemcpy(memory, from.data(), bytes, cudaMemcpyHostToDevice);
     // The copy's last leg may outlast the call, and other streams do not wait for it.
     if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
-    return cuda_status(error, what_);
+    status_ = cuda_status(error, what_);
   }
 
  private:
+  template <class T>
+  void take_one(int64_t count, T** memory) {
+    if (!status_) return;
+    void* p = nullptr;
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    status_ = device_allocate(static_cast<size_t>(bytes), what_, &p);
+    if (!status_) return;
+    taken_.push_back(p);
+    bytes_ += bytes;
+    *memory = static_cast<T*>(p);
+  }
+
   const char* what_;
   std::vector<void*> taken_;
   int64_t bytes_ = 0;
+  Status status_;
 };
 
 // Memory out of a stream's pool. It is kept from call to call, because a pool gives memory back to

@@ -106,9 +106,8 @@ Status DevicePlace::allocate() {
   const auto workspace_bytes =
       static_cast<int64_t>(page_op_workspace_bytes(whole->allocator, config_.max_sequences));
   uint8_t *pages = nullptr, *tables = nullptr, *slots = nullptr, *workspace = nullptr;
-  Status taken = Status::ok();
-  const auto take = [&](int64_t count, auto**... memory) {  // zeros
-    ((void)(taken = taken ? memory_.take_zeros(count, memory, stream_) : taken), ...);
+  const auto take = [&](int64_t count, auto**... memory) {
+    memory_.take_zeros(stream_, count, memory...);
   };
   take(workspace_bytes, &workspace);
   take(sequences * layers, &counts_);
@@ -124,7 +123,7 @@ Status DevicePlace::allocate() {
   take(sequences * kMaxStepTokens * config_.layout.num_q_heads, &raw_lse_, &whole_lse_);
   take(sequences * config_.layout.num_kv_heads * kKeptTiles * kTileTokens * kRawColumns,
        &kept_scores_);
-  if (!taken) return taken;
+  if (!memory_.status()) return memory_.status();
   StoreConfig rest = config_;
   const int64_t workspaces = memory_.bytes() + *workspace_of_format;
   rest.memory_bytes -= workspaces;
@@ -140,7 +139,7 @@ Status DevicePlace::allocate() {
   take(layout_.page_bytes * layout_.allocator.num_pages, &pages);
   take(tables_bytes, &tables);
   take(layout_.slot_bytes * sequences, &slots);
-  if (!taken) return taken;
+  if (!memory_.status()) return memory_.status();
   if (Status s = take_word(); !s) return s;
   op_workspace_ = {workspace, static_cast<size_t>(workspace_bytes)};
   const Result<PageAllocator> a =

@@ -122,13 +122,12 @@ Status SequenceLink::allocate() {
     staged_.resize(std::clamp(kStagedBytes / std::max(bytes, kGroupBytes), kLeastRing, kMostRing));
     auto memory =
         std::make_unique<DeviceMemory>("layers of a sequence that is exported or imported");
-    for (uint8_t*& staged : staged_) {
-      if (Status s = memory->take(bytes, &staged); !s) return s;
-    }
+    for (uint8_t*& staged : staged_) memory->take(bytes, &staged);
     int32_t* fault = nullptr;
-    if (Status s = memory->take(view_.num_layers * parts_of_layer(), &device_parts_); !s) return s;
-    if (Status s = memory->take(blocks * kChecksumLanes, &sums_); !s) return s;
-    if (Status s = memory->take(1, &fault); !s) return s;
+    memory->take(view_.num_layers * parts_of_layer(), &device_parts_);
+    memory->take(blocks * kChecksumLanes, &sums_);
+    memory->take(1, &fault);
+    if (!memory->status()) return memory->status();
     memory_ = std::move(memory);
     device_fault_ = fault;
     staged_bytes_ = bytes;

@@ -44,20 +44,21 @@ class DeviceChannelRows final : public DeviceRowFormat {
   GpuStream stream_ = nullptr;
   const uint8_t* is_raw_layer_ = nullptr;  // device
   int32_t sms_ = 1;
-  StatusCode* status_ = nullptr;  // device; kCorrupt where a page is not there
-  uint8_t* parts_ = nullptr;      // for calls with any number of sequences and queries
+  DeviceFault* fault_ = nullptr;
+  uint8_t* parts_ = nullptr;  // for calls with any number of sequences and queries
 };
 
-Status DeviceChannelRows::bind(const DeviceStoreView& view, DeviceFault*, GpuStream stream) {
+Status DeviceChannelRows::bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) {
   view_ = view;
+  fault_ = fault;
   stream_ = stream;
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();
   sms_ = limits->sms;
-  if (Status s = memory_.put(rows_.is_raw_layer(), &is_raw_layer_); !s) return s;
-  if (Status s = memory_.take_zeros(1, &status_, stream); !s) return s;
+  memory_.put(rows_.is_raw_layer(), &is_raw_layer_);
   const int64_t column_bytes = view.head_dim * 4 + static_cast<int64_t>(sizeof(SoftmaxState));
-  return memory_.take(kMostPartColumns * column_bytes, &parts_);
+  memory_.take(kMostPartColumns * column_bytes, &parts_);
+  return memory_.status();
 }
 
 int64_t DeviceChannelRows::most_pages(const DeviceWorks& works) const {
@@ -123,7 +124,7 @@ Status DeviceChannelRows::attend(const DeviceAttendBody& call) {
   p.out = static_cast<uint16_t*>(call.out);
   p.lse = call.lse;
   p.prior = call.prior;
-  p.status = status_;
+  p.status = &fault_->status;  // kCorrupt where a page is not there
   p.scale_log2 = static_cast<float>(config_.layout.sm_scale) * kLog2E;
   const int64_t parts = kMostPartColumns / p.ctas.all_columns() / p.num_rows;
   const int32_t blocks = body.blocks_of(call.most_tokens);

@@ -109,9 +109,10 @@ class AttendedCodedRows : public CodedMemory {
     grid.num_ctas = limits_.sms;
     grid.warps = coded_warps(call.head_dim);
     const auto bytes = static_cast<int64_t>(coded_attention_workspace_bytes(call, grid));
-    if (Status s = memory_.take(rows, &attended_rows_); !s) return s;
-    if (Status s = memory_.take(1, &item_count_); !s) return s;
-    if (Status s = memory_.take(bytes, &workspace_); !s) return s;
+    memory_.take(rows, &attended_rows_);
+    memory_.take(1, &item_count_);
+    memory_.take(bytes, &workspace_);
+    if (!memory_.status()) return memory_.status();
     weighted_.assign(layers(), WeightedRows{});
     for (int32_t l = 0; l < layers(); ++l) {
       if (Status s = bind_turns(l); !s) return s;
@@ -151,8 +152,9 @@ class AttendedCodedRows : public CodedMemory {
     w.num_block_turns = rope->blocks;
     w.pairing = rope->pairing;
     w.pairs = rope->pairs;
-    Status s = memory_.put(turns->place, &w.place_turns);
-    return s ? memory_.put(turns->block, &w.block_turns) : s;
+    memory_.put(turns->place, &w.place_turns);
+    memory_.put(turns->block, &w.block_turns);
+    return memory_.status();
   }
 
   // Whether shared memory has room for the longest words that the format allows.

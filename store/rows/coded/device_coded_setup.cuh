@@ -244,9 +244,8 @@ class CodedMemory : public DeviceRowFormat {
 
   // Zeros.
   Status take_memory() {
-    Status taken = Status::ok();
     const auto take = [&](int64_t count, auto**... memory) {
-      ((void)(taken = taken ? memory_.take_zeros(count, memory, stream_) : taken), ...);
+      memory_.take_zeros(stream_, count, memory...);
     };
     const CodedShape& shape = device_.shape;
     const int64_t entries = int64_t{config_.max_sequences} * layers();
@@ -285,7 +284,7 @@ class CodedMemory : public DeviceRowFormat {
     take(2 * group_rows * kBlockTokens * head_dim(), &s.staging);
     take(group_rows * kBlockTokens, &s.decided);
     take(group_rows, &s.ranges);
-    return taken;
+    return memory_.status();
   }
 
   Status upload_tables() {
@@ -302,7 +301,8 @@ class CodedMemory : public DeviceRowFormat {
         put_record(*row, records.data() + (l * heads() + h) * record_bytes);
       }
     }
-    if (Status s = memory_.put(weights, &device_.tables.key_weights); !s) return s;
+    memory_.put(weights, &device_.tables.key_weights);
+    if (!memory_.status()) return memory_.status();
     if (Status s = upload(records_, records); !s) return s;
     if (!per_slot_) {
       if (Status s = make_row_tables(records_, 0, {0, layers()}); !s) return s;
@@ -319,10 +319,10 @@ class CodedMemory : public DeviceRowFormat {
         continue;
       }
       layer.rope = {nullptr, nullptr, rope->pairing, rope->pairs, rope->blocks};
-      if (Status s = memory_.put(rope->place, &layer.rope.place); !s) return s;
-      if (Status s = memory_.put(rope->block, &layer.rope.block); !s) return s;
+      memory_.put(rope->place, &layer.rope.place);
+      memory_.put(rope->block, &layer.rope.block);
     }
-    return upload_layers();
+    return memory_.status() ? upload_layers() : memory_.status();
   }
 
   // Puts the books of a layer that has none where kernels find them after upload_layers().
