@@ -66,20 +66,11 @@ inline __global__ void __launch_bounds__(kCountThreads)
   }
 }
 
-// A chunk of CountCall::replayed.
+// to[first + i] = values[i].
 inline __global__ void __launch_bounds__(kIdChunk)
-    replayed_kernel(const __grid_constant__ IdChunk ids, int32_t first, int32_t total,
-                    int32_t captures, int32_t* to) {
+    put_ids_kernel(const __grid_constant__ IdChunk values, int32_t first, int32_t* to) {
   wait_for_previous_kernel();
-  const int32_t sequence = first + static_cast<int32_t>(threadIdx.x);
-  if (sequence < total) to[2 + sequence] = ids.slots[threadIdx.x];
-  if (threadIdx.x == 0) to[0] = captures, to[1] = total;
-}
-
-inline __global__ void __launch_bounds__(1) ids_kernel(int2 ids, int32_t count, int32_t* to) {
-  wait_for_previous_kernel();
-  to[0] = ids.x;
-  if (count > 1) to[1] = ids.y;
+  to[first + static_cast<int32_t>(threadIdx.x)] = values.slots[threadIdx.x];
 }
 
 // A thread per table row of a batch, about what a plan has made of its counts; `needs` begins with

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "store/engine/tokens.h"
 #include "store/rows/device_row_format.h"
@@ -128,8 +127,5 @@ struct RawReadCall : RawCall {
   uint16_t* k = nullptr;  // [.., num_kv_heads, head_dim]
   uint16_t* v = nullptr;
 };
-
-// One or two ids. to: device memory.
-Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stream);
 
 }  // namespace tierkv::store

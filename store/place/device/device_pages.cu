@@ -22,10 +22,14 @@ IdChunk ids_from(const std::vector<int32_t>& slots, int32_t first) {
 
 }  // namespace
 
-Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stream) {
-  const int2 ids = {slots.front(), slots.back()};
-  return launch_after_previous(ids_kernel, 1, 1, 0, stream, ids, static_cast<int32_t>(slots.size()),
-                               to);
+Status DevicePlace::put_ids(const Slots& values, int32_t* to) const {
+  const auto count = static_cast<int32_t>(values.size());
+  for (int32_t first = 0; first < count; first += kIdChunk) {
+    Status s = launch_after_previous(put_ids_kernel, 1, std::min(kIdChunk, count - first), 0,
+                                     stream_, ids_from(values, first), first, to);
+    if (!s) return s;
+  }
+  return Status::ok();
 }
 
 Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slots, Positions layers,
@@ -164,14 +168,10 @@ Status DevicePlace::note_replay(const LayerMoves& moves, int32_t tokens) {
     if (!fits) return fits.status();
     if (!*fits) return refuse_pages(at_most);
   }
-  const Slots slots = slots_of(moves, config_.layout.num_layers);
-  const auto total = static_cast<int32_t>(slots.size());
-  for (int32_t first = 0; first < total; first += kIdChunk) {
-    Status s =
-        launch_after_previous(replayed_kernel, 1, kIdChunk, 0, stream_, ids_from(slots, first),
-                              first, total, book_.captures(), replayed_);
-    if (!s) return s;
-  }
+  Slots replayed = slots_of(moves, config_.layout.num_layers);
+  const auto count = static_cast<int32_t>(replayed.size());
+  replayed.insert(replayed.begin(), {book_.captures(), count});
+  if (Status s = put_ids(replayed, replayed_); !s) return s;
   free_.enqueue(at_most);
   book_.forget();
   return Status::ok();
@@ -180,7 +180,7 @@ Status DevicePlace::note_replay(const LayerMoves& moves, int32_t tokens) {
 Status DevicePlace::open(int32_t slot) {
   if (Status s = enter("add_sequence", false); !s) return s;
   book_.forget();
-  if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
+  if (Status s = put_ids({slot}, op_slots_); !s) return s;
   if (Status s = run(PageOp::open({op_slots_, 1}, report_), 0); !s) return s;
   if (Status s = commit_op(true); !s) return s;
   if (Status s = zero(view_.slots.raw(slot, 0), layout_.slot_bytes); !s) return s;
@@ -191,7 +191,7 @@ Status DevicePlace::open(int32_t slot) {
 Status DevicePlace::release(int32_t slot) {
   if (Status s = enter("release", false); !s) return s;
   book_.forget();
-  if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
+  if (Status s = put_ids({slot}, op_slots_); !s) return s;
   if (Status s = run(PageOp::release({op_slots_, 1}, report_), 0); !s) return s;
   format_->released(slot);
   return commit_op(true);
@@ -204,7 +204,7 @@ Status DevicePlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
   const Result<bool> fits = has_pages(at_most);
   if (!fits) return fits.status();
   const PageOp op = PageOp::fork({op_slots_, 1}, op_slots_ + 1, copies_, report_);
-  if (Status s = launch_ids({to, from}, op_slots_, stream_); !s) return s;
+  if (Status s = put_ids({to, from}, op_slots_); !s) return s;
   if (Status s = *fits ? run(op, at_most) : run_and_wait(op, at_most); !s) return s;
   const Positions all = {0, config_.layout.num_layers};
   const int64_t counts_bytes = all.end * int64_t{sizeof(LayerTokens)};

@@ -79,6 +79,8 @@ class DevicePlace final : public Place {
   // Writes slots and counts of the batch and, where a plan follows, what its table rows hold.
   Status write_counts(CountLaw law, int32_t tokens, const Slots& slots, Positions layers,
                       bool plans);
+  // values to device memory, by value.
+  Status put_ids(const Slots& values, int32_t* to) const;
   Status commit(const DeviceWorks& works);
   // After an operation on pages alone, which may have been refused where it is reported.
   Status commit_op(bool is_reported);

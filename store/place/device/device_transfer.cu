@@ -175,12 +175,10 @@ Status DevicePlace::send_layers(int32_t slot, const LayerMoves& layers,
     if (Status s = link_->send(slot, move.from, bodies); !s) return s;
   }
   if (pinned != parts[0]) {
-    int device = 0;
-    if (Status s = cuda_status(cudaGetDevice(&device), "device"); !s) return s;
     Status s =
         try_parallel_for(static_cast<int64_t>(parts.size()), threads_for(bytes), [&](int64_t part) {
           const auto layer = static_cast<int32_t>(part / (2 * heads));
-          if (Status arrived = on_device(device, [&] { return link_->wait_for(layer); });
+          if (Status arrived = on_device(device_, [&] { return link_->wait_for(layer); });
               !arrived) {
             return arrived;
           }
@@ -276,8 +274,6 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
   const std::span<const int64_t> sizes = from.sizes;
   const uint8_t* const first = parts.raw[0].data();
   const int32_t threads = from.is_direct ? 1 : threads_for(padded_bytes(sizes));
-  int device = 0;
-  if (Status known = cuda_status(cudaGetDevice(&device), "device"); !known) return known;
   std::mutex mutex;
   std::vector<PageRanges> ranges(num_layers);
   std::vector<bool> is_placed(num_layers);
@@ -304,7 +300,7 @@ Status DevicePlace::receive_layers(int32_t slot, const SequenceParts& parts, con
     is_placed[layer] = true;
     while (next < num_layers && is_placed[next]) {
       const int64_t given = std::exchange(next, num_layers);  // the last one where it fails
-      if (Status sent = on_device(device, [&] { return give(given); }); !sent) return sent;
+      if (Status sent = on_device(device_, [&] { return give(given); }); !sent) return sent;
       next = given + 1;
     }
     return Status::ok();
@@ -351,7 +347,7 @@ Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans
   const Result<const uint8_t*> tokens =
       link_->mapped(layers.data(), static_cast<int64_t>(layers.size() * sizeof(LayerTokens)));
   if (!target || !tokens) return target ? tokens.status() : target.status();
-  if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
+  if (Status s = put_ids({slot}, op_slots_); !s) return s;
   const auto* const rows = reinterpret_cast<const SideCounts*>(*target);
   if (Status s = run(PageOp::grow({op_slots_, 1}, rows, report_), needed); !s) return s;
   DeviceWorks works;
