@@ -2,7 +2,6 @@
 // Page operations of a store in host memory: growth, fork and truncate.
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <string>
 
 #include "codec/format/element.h"
@@ -43,28 +42,26 @@ std::vector<SideCounts> HostPlace::counts_of(int32_t slot) const {
 
 Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
                              const std::vector<LayerPlan>& plans) {
-  struct OfSlot {
-    std::vector<SideCounts> target, kept;  // kept: empty where it is all
-    std::vector<PageCopy> copies;
-  };
-  std::map<int32_t, OfSlot> slots;
+  std::vector<int32_t> slots;
+  std::vector<SideCounts> kept, target;  // of all table rows of the slots
+  std::vector<size_t> first_rows;        // of each layer, among them
   PageDemand needed;
+  bool cuts = false;
   for (size_t i = 0; i < layers.size(); ++i) {
-    const int32_t slot = layers[i].slot;
-    const bool cuts = !plans[i].kept.empty();
-    OfSlot& of = slots[slot];
-    if (of.target.empty()) of.target = counts_of(slot);
-    if (cuts && of.kept.empty()) {
-      of.kept = counts_of(slot);
-      of.copies.resize(of.kept.size() * kMaxSides);
+    const int32_t slot = layers[i].slot, layer = layers[i].layer;
+    const std::vector<SideCounts> held = counts_of(slot);
+    if (slots.empty() || slots.back() != slot) {
+      slots.push_back(slot);
+      for (auto* of : {&kept, &target}) of->insert(of->end(), held.begin(), held.end());
     }
-    for (size_t r = 0; r < plans[i].tokens.size(); ++r) {
-      const auto in_slot = static_cast<size_t>(layers[i].layer * pages_.rows_per_layer) + r;
-      const int32_t row = pages_.row(slot, layers[i].layer, static_cast<int32_t>(r));
-      const SideCounts& after = of.target[in_slot] = plans[i].tokens[r];
-      if (cuts) of.kept[in_slot] = plans[i].kept[r];
-      const PageDemand of_row =
-          page_demand(pages_.allocator, row, cuts ? plans[i].kept[r] : pages_.tokens(row), after);
+    const size_t first = kept.size() - held.size() + size_t{1} * layer * pages_.rows_per_layer;
+    first_rows.push_back(first);
+    cuts |= !plans[i].kept.empty();
+    std::ranges::copy(plans[i].kept, kept.begin() + static_cast<int64_t>(first));
+    std::ranges::copy(plans[i].tokens, target.begin() + static_cast<int64_t>(first));
+    for (int32_t r = 0; r < pages_.rows_per_layer; ++r) {
+      const PageDemand of_row = page_demand(pages_.allocator, pages_.row(slot, layer, r),
+                                            kept[first + r], target[first + r]);
       needed.fresh += of_row.fresh;
       needed.exchanged += of_row.exchanged;
       if (of_row.is_beyond) {
@@ -73,23 +70,20 @@ Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
     }
   }
   if (Status s = require_pages(std::max(needed.fresh, needed.exchanged)); !s) return s;
+  std::vector<PageCopy> copies(cuts ? kept.size() * kMaxSides : 0);
   // Nothing fails from here on, and nothing is allocated.
-  for (auto& [slot, of] : slots) {
-    if (of.kept.empty()) continue;
-    OpReport report;
-    Status s = run(PageOp::truncate({&slot, 1}, of.kept.data(), of.copies.data(), &report));
+  const SequenceBatch batch = {slots.data(), static_cast<int32_t>(slots.size())};
+  OpReport report;
+  if (cuts) {
+    Status s = run(PageOp::truncate(batch, kept.data(), copies.data(), &report));
     if (!s) return s;
-    copy_pages(of.copies);
+    copy_pages(copies);
   }
   for (size_t i = 0; i < layers.size(); ++i) {
     if (plans[i].kept.empty()) continue;
-    format_->relocate(layers[i], copies_of(slots[layers[i].slot].copies, layers[i].layer));
+    format_->relocate(layers[i], copies.data() + first_rows[i] * kMaxSides);
   }
-  for (const auto& [slot, of] : slots) {
-    OpReport report;
-    if (Status s = run(PageOp::grow({&slot, 1}, of.target.data(), &report)); !s) return s;
-  }
-  return Status::ok();
+  return run(PageOp::grow(batch, target.data(), &report));
 }
 
 void HostPlace::copy_pages(const std::vector<PageCopy>& copies) const {
