@@ -6,7 +6,8 @@
 #include <cstdint>
 
 #include "codec/format/same_log.h"
-#include "store/engine/tokens.h"
+#include "codec/format/weighted_step.h"
+#include "store/place/raw_tokens.h"
 
 namespace tierkv::store {
 
@@ -39,6 +40,15 @@ static_assert(sizeof(LogMean) == 16);
 TKV_HD LogMean log_mean_of(float importance) {
   const double units = double_mul(same_log2(static_cast<double>(importance)), 1 / kLogUnit);
   return {1, 0, static_cast<int64_t>(double_add(units, units < 0 ? -0.5 : 0.5))};
+}
+
+// What decides about a token that leaves the window, 1 where it is neutral: i * significance, i
+// from 1, by the queries of the first chunk; what later queries saw over the row's mean, which this
+// token is in. Nothing where the format has decided.
+TKV_HD double relative_importance(const Importance& known, int32_t position, const LogMean& mean) {
+  if (known.kind == ImportanceKind::kPrompt) return token_importance(position, known.value);
+  if (known.kind != ImportanceKind::kSeen) return 1;
+  return is_averaged(known) ? double_div(static_cast<double>(known.value), mean.value()) : 0;
 }
 
 }  // namespace tierkv::store

@@ -135,23 +135,13 @@ struct DecidedExponents {
   }
 };
 
-// About a token that leaves. What was seen in generation is taken against the row's geometric mean,
-// its tile included.
+// About the token at `position`, which leaves; the mean has its tile.
 TKV_HD DecidedExponents decide_exponents(const Importance& known, int32_t position,
                                          const LogMean& mean) {
+  if (known.kind == ImportanceKind::kDecided) return DecidedExponents::of(known.bits);
   DecidedExponents decided;
-  switch (known.kind) {
-    case ImportanceKind::kUnknown:
-      break;
-    case ImportanceKind::kPrompt:
-      decided.importance = importance_exponent(token_importance(position, known.value));
-      break;
-    case ImportanceKind::kSeen:
-      decided.importance =
-          importance_exponent(double_div(static_cast<double>(known.value), mean.value()));
-      break;
-    default:
-      decided = DecidedExponents::of(known.bits);
+  if (known.kind != ImportanceKind::kUnknown) {
+    decided.importance = importance_exponent(relative_importance(known, position, mean));
   }
   return decided;
 }

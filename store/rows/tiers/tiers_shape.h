@@ -101,23 +101,10 @@ struct TiersCodes {
   const float* key_means = nullptr;
 };
 
-// The tier of the token at `position`, which leaves the window. u is i * significance, i from 1, by
-// the queries of the first chunk; what later queries saw is taken against the row's geometric mean,
-// this token included. A token that nobody has seen is neutral, which is 1.
+// The tier of the token at `position`, which leaves the window.
 TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t position,
                         const LogMean& mean) {
-  double u = 1;
-  switch (known.kind) {
-    case ImportanceKind::kUnknown:
-    case ImportanceKind::kDecided:  // no tier goes back to the ring
-      break;
-    case ImportanceKind::kPrompt:
-      u = static_cast<double>(position + 1) * static_cast<double>(known.value);
-      break;
-    case ImportanceKind::kSeen:
-      u = is_averaged(known) ? double_div(static_cast<double>(known.value), mean.value()) : 0.0;
-      break;
-  }
+  const double u = relative_importance(known, position, mean);
   return u >= alphas.high ? BodyTier::kHigh : u < alphas.low ? BodyTier::kPruned : BodyTier::kLow;
 }
 
