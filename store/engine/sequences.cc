@@ -5,7 +5,6 @@
 
 #include "codec/format/element.h"
 #include "codec/format/errors.h"
-#include "store/engine/sequence_name.h"
 
 namespace tierkv::store {
 namespace {

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "codec/format/element.h"
-#include "store/engine/sequence_name.h"
 
 namespace tierkv::store {
 
@@ -136,12 +135,7 @@ Status HostPlace::compress_works(const LayerMoves& moves, const Chunk& chunk) {
 Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
   const CacheLayout& shape = config_.layout;
   const int32_t heads = shape.num_kv_heads;
-  Chunk chunk = {static_cast<const uint16_t*>(call.k),
-                 static_cast<const uint16_t*>(call.v),
-                 call.significance,
-                 call.stride,
-                 shape.dtype,
-                 call.tokens};
+  Chunk chunk = chunk_of(call, shape.dtype);
   // Of all sequences.
   const auto worst_of = [&](const auto& check) {
     Status worst;

@@ -11,14 +11,23 @@
 #include <functional>
 #include <new>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "store/engine/tokens.h"
+#include "store/place/raw_tokens.h"
 #include "tierkv/kv_store.h"
+#include "tierkv/sequence.h"
 #include "tierkv/significance.h"
 #include "tierkv/status.h"
 
 namespace tierkv::store {
+
+// How messages name a sequence: the number that C and Python know, then the fields that C++ knows.
+inline std::string name_of(SequenceId id) {
+  return "sequence " + std::to_string(number_of(id)) + " (slot " + std::to_string(id.slot) +
+         ", generation " + std::to_string(id.generation) + ")";
+}
 
 // A (sequence, layer) in a call: its tokens before and after.
 struct LayerMove {
@@ -37,6 +46,14 @@ inline bool any_moves_body(const LayerMoves& moves) {
 // kOutOfPages, and what is missing.
 Status out_of_pages(int64_t needed, int64_t free, int64_t page_bytes, Shortage* shortage);
 
+inline Chunk chunk_of(const LayerAppend& call, DType dtype) {
+  return {static_cast<const uint16_t*>(call.k),
+          static_cast<const uint16_t*>(call.v),
+          call.significance,
+          call.stride,
+          dtype,
+          call.tokens};
+}
 // The queries and keys of sequence i of a chunk that came with queries.
 inline SignificanceCall chunk_queries(const CacheLayout& layout, const LayerAppend& call,
                                       size_t i) {

@@ -8,7 +8,6 @@
 
 #include "gpu/cuda_device.cuh"
 #include "gpu/launch.cuh"
-#include "store/engine/sequence_name.h"
 #include "store/place/device/raw_append_kernel.cuh"
 
 namespace tierkv::store {
@@ -162,12 +161,7 @@ Status DevicePlace::append(const LayerAppend& call, const LayerMoves& moves) {
   raw.slots = batch().slots;
   raw.counts = counts_;
   raw.num_layers = config_.layout.num_layers;
-  raw.chunk = {static_cast<const uint16_t*>(call.k),
-               static_cast<const uint16_t*>(call.v),
-               call.significance,
-               call.stride,
-               config_.layout.dtype,
-               call.tokens};
+  raw.chunk = chunk_of(call, config_.layout.dtype);
   if (book_.has_step(slots, call.tokens) && !any_moves_body(moves)) {
     raw.to = batch().to + call.layer;
     raw.stride = config_.layout.num_layers;

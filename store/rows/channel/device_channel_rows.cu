@@ -5,7 +5,6 @@
 #include "attention/channel/channel_plan.h"
 #include "gpu/launch.cuh"
 #include "store/rows/channel/channel_rows.h"
-#include "store/rows/channel/device_channel_bodies.cuh"
 #include "store/rows/channel/device_channel_kernels.cuh"
 #include "store/rows/device_memory.cuh"
 

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "codec/format/same_log.h"
-#include "store/engine/sequence_name.h"
+#include "store/place/place.h"
 #include "store/rows/coded/coded_rows.h"
 #include "store/rows/raw_tiles.h"
 

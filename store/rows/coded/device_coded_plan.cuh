@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "attention/coded/weighted_tables.h"
-#include "store/engine/sequence_name.h"
+#include "store/place/place.h"
 #include "store/rows/coded/device_coded_attention.cuh"
-#include "store/rows/coded/device_entries.cuh"
+#include "store/rows/coded/device_encode.cuh"
 
 namespace tierkv::store {
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/rows/tiers/tiers_rows.h"
+#include "store/place/place.h"
 
 #include <algorithm>
 #include <cstring>
@@ -8,7 +9,6 @@
 
 #include "codec/format/byte_cursor.h"
 #include "codec/host/page_codec.h"
-#include "store/engine/sequence_name.h"
 
 namespace tierkv::store {
 namespace {
