@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gpu/cuda_device.cuh"
@@ -41,7 +42,7 @@ class DeviceMemory {
       take_one(count, one);
       if (!status_) return;
       const size_t bytes = static_cast<size_t>(count) * sizeof(**one);
-      status_ = cuda_status(cudaMemsetAsync(*one, 0, bytes, stream), what_);
+      keep(cuda_status(cudaMemsetAsync(*one, 0, bytes, stream), what_));
     };
     (fill(memory), ...);
   }
@@ -58,16 +59,17 @@ class DeviceMemory {
     cudaError_t error = cudaMemcpy(memory, from.data(), bytes, cudaMemcpyHostToDevice);
     // The copy's last leg may outlast the call, and other streams do not wait for it.
     if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
-    status_ = cuda_status(error, what_);
+    keep(cuda_status(error, what_));
   }
 
  private:
+  void keep(Status s) { (void)(status_ = std::move(s)); }
   template <class T>
   void take_one(int64_t count, T** memory) {
     if (!status_) return;
     void* p = nullptr;
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-    status_ = device_allocate(static_cast<size_t>(bytes), what_, &p);
+    keep(device_allocate(static_cast<size_t>(bytes), what_, &p));
     if (!status_) return;
     taken_.push_back(p);
     bytes_ += bytes;
