@@ -94,7 +94,7 @@ struct CodedAttention {
   PriorAttention prior;              // what `out` holds
   StatusCode* row_status = nullptr;  // device, out: of row r at r * status_stride
   int32_t status_stride = 1;         // 0: one word for all rows, which keeps its first failure
-  void* workspace = nullptr;  // device, coded_attention_workspace_bytes(), 256-byte aligned
+  void* workspace = nullptr;         // device, coded_attention_workspace_bytes(), 256-byte aligned
   // Device: the number of items, where rows may grow while a captured call is replayed; null:
   // num_items.
   const int32_t* item_count = nullptr;

@@ -214,9 +214,10 @@ class TKV_API KvStore final {
   // in a CUDA graph. Captured calls count as done; the graph's first launch executes them. Call
   // note_replay() before each later launch, and launch before any other call of the store. If the
   // launch never comes, the sequences can only be released. Apart from steps only attend can be
-  // captured; in a step's capture it takes only the step's sequences, behind begin() (kUnsupported).
-  // kInvalidArgument refuses a step of sequences whose layers differ (a chunk was given up), and a
-  // step of CodedFormat before a layer has its means and codebooks (store/ENGINE.md).
+  // captured; in a step's capture it takes only the step's sequences, behind begin()
+  // (kUnsupported). kInvalidArgument refuses a step of sequences whose layers differ (a chunk was
+  // given up), and a step of CodedFormat before a layer has its means and codebooks
+  // (store/ENGINE.md).
   //
   // k, v, q and out are aligned to 16 bytes. Three kinds of attend() are slower and cannot be
   // captured: more than kMaxStepTokens queries of a sequence, probabilities, and several queries of

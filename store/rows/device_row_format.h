@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The contract of a row format in device memory, as kernels on the store's stream. Nothing here waits
-// for the device or allocates, unless a declaration says so, so that steps can be captured. A
+// The contract of a row format in device memory, as kernels on the store's stream. Nothing here
+// waits for the device or allocates, unless a declaration says so, so that steps can be captured. A
 // replayed step finds other counts on the device, so host arguments are bounds for every replay.
 #pragma once
 

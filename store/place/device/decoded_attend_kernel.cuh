@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over tokens of one sequence that the place has decoded to fp16, and its probabilities.
-// A CTA has columns (query, head of the group) of a kv_head, 8 or 16 a warp, and takes the tokens of
-// a piece tile by tile through shared memory. By count it reads 512 bytes of shared memory for a
+// A CTA has columns (query, head of the group) of a kv_head, 8 or 16 a warp, and takes the tokens
+// of a piece tile by tile through shared memory. By count it reads 512 bytes of shared memory for a
 // product of 16 tokens, 16 dims and the columns of a warp.
 #pragma once
 

@@ -2,8 +2,8 @@
 // Attention over what a row holds raw, its sinks and its ring: a CTA per row, its warps by tiles of
 // 16 tokens, eight columns (query, head of the group) at once. Attention over bodies comes behind.
 //
-// A lane takes 16 bytes of a token as its part of operands of mma.m16n8k16, whose dims are free, and
-// of values two tokens. Bound: their bytes, 40 KB a row of 128 dims with 80 tokens.
+// A lane takes 16 bytes of a token as its part of operands of mma.m16n8k16, whose dims are free,
+// and of values two tokens. Bound: their bytes, 40 KB a row of 128 dims with 80 tokens.
 #pragma once
 
 #include "attention/core/parts_join.cuh"

@@ -115,7 +115,8 @@ Status TiersRows::prepare_heads(const TiersFormat& format) {
     if (config_.profile == nullptr || config_.profile->joint_sensitivity.empty()) {
       return invalid(
           "format.classes: several classes need a profile with the sensitivities of heads "
-          "(/joint_sensitivity), which python -m tierkv.calibrate_model makes, or in C++ class_of_head");
+          "(/joint_sensitivity), which python -m tierkv.calibrate_model makes, or in C++ "
+          "class_of_head");
     }
     std::vector<double> shares;
     for (size_t i = 0; i + 1 < format.classes.size(); ++i) {
