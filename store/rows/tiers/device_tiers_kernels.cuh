@@ -400,8 +400,8 @@ __device__ __forceinline__ StatusCode encode_tiers_part(const TiersCall& c, cons
 template <int32_t kDim>
 __device__ __forceinline__ void report_token(const TiersCall& c, const TiersPlace& at,
                                              StatusCode code) {
-  if (code != StatusCode::kOutOfRange || lane_of_token<kDim>() != 0) return;
-  report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
+  if (code == StatusCode::kOk || lane_of_token<kDim>() != 0) return;
+  if (code == StatusCode::kOutOfRange) report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
 }
 
 // Behind the last token of a side, the last of `written`: the slots of its tile, unless the token
