@@ -16,8 +16,8 @@
 
 namespace tierkv {
 
-// What a call comes to where it writes, which is all that the kernel that joins parts is given.
-// Columns: of all passes.
+// Where a call writes: outputs, and parts of rows with their states. The kernel that joins parts is
+// given this alone. The columns are those of all passes.
 struct ChannelOutputs {
   ChannelCtas ctas;
   int32_t splits = 1;  // of every row

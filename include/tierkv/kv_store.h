@@ -241,8 +241,9 @@ class TKV_API KvStore final {
   // truncate() takes that token away.
   Status begin(SequenceList sequences, int32_t tokens);
   // Call it once per layer after begin(). kNonFinite; kOutOfRange for a value beyond +-65504;
-  // kInvalidArgument for a negative significance; kOutOfPages. Of several faults it tells first a
-  // value that is not finite, then one beyond that, then a significance.
+  // kInvalidArgument for a negative significance; kOutOfPages. Where it finds several
+  // faults, it tells a value that is not finite before one beyond fp16, and that before a
+  // significance.
   Status append(const LayerAppend& call);
   // Every sequence must have at least q_len tokens. kNonFinite.
   Status attend(const LayerAttend& call);

@@ -295,7 +295,7 @@ _Self = TypeVar("_Self", bound="Owner")
 
 
 class Owner:
-    """Of an object of the library, which close() gives back."""
+    """Owns an object of the library; close() gives it back."""
 
     _name, _destroy = "", ""  # what messages call it, and the function that ends it
     _handle: Optional[c_void_p] = None  # None: closed

@@ -136,7 +136,7 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
   const CacheLayout& shape = config_.layout;
   const int32_t heads = shape.num_kv_heads;
   Chunk chunk = chunk_of(call, shape.dtype);
-  // Of all sequences.
+  // check() takes one sequence after the other; the worst fault of the call remains.
   const auto worst_of = [&](const auto& check) {
     Status worst;
     for (size_t i = 0; i < moves.size(); ++i) {

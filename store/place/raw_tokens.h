@@ -126,15 +126,15 @@ TKV_HD RawTokens raw_tokens(const RawLayout& layout, const uint8_t* raw, int32_t
   return t;
 }
 
-// Which of two faults a call tells: of its values, and if those are fine of its significances, what
-// is not finite first.
+// The worse of two faults of values, or of two faults of significances: kNonFinite is the worst. A
+// call looks at its significances only if its values are fine.
 TKV_HD constexpr StatusCode worse_of(StatusCode a, StatusCode b) {
   return a == StatusCode::kOk || b == StatusCode::kNonFinite ? b : a;
 }
 
-// Host memory from here on. What a sequence brings, whose first token gets position `first`: the
-// worse_of() its faults. Of values kNonFinite, and kOutOfRange for those beyond fp16; of
-// significances kNonFinite, and kInvalidArgument for negative ones.
+// Host memory from here on. Both check what a sequence brings, whose first token gets position
+// `first`, and return its worst fault (worse_of()). Values: kNonFinite, or kOutOfRange beyond fp16.
+// Significances: kNonFinite, or kInvalidArgument where negative.
 Status check_values(const Chunk& chunk, int32_t head_dim, RowOfCall rows, int32_t first);
 Status check_significances(const Chunk& chunk, RowOfCall rows, int32_t first);
 

@@ -42,9 +42,9 @@ TKV_HD LogMean log_mean_of(float importance) {
   return {1, 0, static_cast<int64_t>(double_add(units, units < 0 ? -0.5 : 0.5))};
 }
 
-// What decides about a token that leaves the window, 1 where it is neutral: i * significance, i
-// from 1, by the queries of the first chunk; what later queries saw over the row's mean, which this
-// token is in. Nothing where the format has decided.
+// The importance that decides about a token that leaves the window; 1 is neutral. Where the first
+// chunk's queries have seen token i (from 1), it is i * significance. Where later queries have, it
+// is what they saw over the row's mean, this token included. The format may have decided already.
 TKV_HD double relative_importance(const Importance& known, int32_t position, const LogMean& mean) {
   if (known.kind == ImportanceKind::kPrompt) return token_importance(position, known.value);
   if (known.kind != ImportanceKind::kSeen) return 1;

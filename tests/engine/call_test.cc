@@ -206,8 +206,8 @@ TEST(OneStore, RefusesValuesByName) {
   }
 }
 
-// Of several faults of a call the worst is told, whichever sequence has it: what is wrong with the
-// second sequence here comes before all that is wrong with the first.
+// A call with several faults tells the worst one, whichever sequence has it. Here the second
+// sequence has it.
 TEST(OneStore, TellsTheWorstOfACall) {
   StoreConfig config = make_config({});
   config.layout.dtype = DType::kBFloat16;

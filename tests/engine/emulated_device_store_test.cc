@@ -123,7 +123,7 @@ TEST_F(EmulatedDeviceStore, TellsWhatTheHostRefuses) {
     expect_values_are_told(&t, 70, 6);  // few leave
   }
 }
-// What a capture has read before the step would be that of the captured sequences in every replay.
+// Otherwise every replay would attend to the captured sequences in front of its step.
 TEST_F(EmulatedDeviceStore, AStepIsNotCapturedBehindAttention) {
   KvTwins t(twin_config({}), &rng_);
   t.add();

@@ -64,8 +64,8 @@ TEST_F(EmulatedRefusedCall, CodebooksServeSequencesThatComeAfter) {
   EXPECT_GT(seen_.blocks, before);
 }
 
-// What a refused call of forks has saved is there when the next call is captured, which must not
-// free memory. Half of the stores have little staging memory; the others save nothing.
+// A call of forks that is refused leaves blocks that it has saved. The next call is captured, so it
+// must not free them. Half of the stores have little staging memory; the others save nothing.
 TEST_F(EmulatedRefusedCall, ACaptureBehindItFreesNothing) {
   ConfigChoice choice;
   choice.num_layers = 6;

@@ -90,7 +90,7 @@ __device__ __forceinline__ StatusCode check_scores(const RawAppendCall& c, int32
   return code;
 }
 
-// What all threads of a CTA have found, of values first.
+// The worst fault that any thread of the CTA has found. A fault of a value hides one of a score.
 __device__ __forceinline__ StatusCode worst_of_cta(StatusCode of_values, StatusCode of_scores) {
   const auto all = [](bool x) { return __syncthreads_and(x) != 0; };
   if (all(of_values == StatusCode::kOk && of_scores == StatusCode::kOk)) return StatusCode::kOk;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over what a row holds raw, its sinks and its ring: a CTA per row, its warps by tiles of
-// 16 tokens, eight columns (query, head of the group) at once. Attention over bodies comes behind.
+// Attention over what a row holds raw: its sinks and its ring. A CTA takes a row; its warps take
+// tiles of 16 tokens and eight columns (query, head) at once. Attention over bodies follows.
 //
-// A lane takes 16 bytes of a token as its part of operands of mma.m16n8k16, whose dims are free,
-// and of values two tokens. Bound: their bytes, 40 KB a row of 128 dims with 80 tokens.
+// A lane loads 16 bytes of a token as its part of an operand of mma.m16n8k16. An operand may have
+// any dims if queries and outputs have the same. Bound: 40 KB a row of 128 dims with 80 tokens.
 #pragma once
 
 #include "attention/core/parts_join.cuh"

@@ -216,8 +216,8 @@ class AttendedCodedRows : public CodedMemory {
     call.rows = attended_rows_;
     call.q = body.q, call.out = body.out, call.lse = body.lse, call.prior = body.prior;
     call.q_is_settled = is_settled;
-    // A row that attention gives up is a fault. Of good blocks these are some of head_dim 256 that
-    // have a slice of codes and one of raw elements (CodedAttention::max_block_bytes).
+    // A row that attention gives up is a fault. Attention gives up damaged rows, and with head_dim
+    // 256 also blocks whose coded and raw slices do not fit (CodedAttention::max_block_bytes).
     call.row_status = &device_.fault->status;
     call.status_stride = 0;
     call.workspace = workspace_;

@@ -395,8 +395,8 @@ __device__ __forceinline__ StatusCode encode_tiers_part(const TiersCall& c, cons
   return code;
 }
 
-// Tokens of the ring are finite. Values of a chunk that are not, or not as fp16, are the place's to
-// report: it knows which of both they are.
+// The place reports a chunk's values that are not finite, or beyond fp16: only it can tell the two
+// apart. Tokens of the ring are finite.
 template <int32_t kDim>
 __device__ __forceinline__ void report_token(const TiersCall& c, const TiersPlace& at,
                                              StatusCode code) {
