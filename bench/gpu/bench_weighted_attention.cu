@@ -245,7 +245,7 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   const int32_t sets = std::max(1, kMostItems / (rows * per_row));
   const Laid keys(unique[0], Laid::lay(unique[0], dump.heads, per_row)),
       values(unique[1], Laid::lay(unique[1], dump.heads, per_row));
-  const float step = 0.1f;  // of keys, of which all weights are 1, and of values
+  const float step = 0.1f;  // a key's weights are all 1
   Rope rope = Rope::plain(10000, dims);
   rope.pairing = v.pairing;
   if (v.pairing == RopePairing::kNone) rope = Rope{};
