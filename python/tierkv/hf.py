@@ -339,8 +339,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             self._pass.step = Step(self.store, self._ids, tokens, self._stride > 0, self._device)
 
     def _give_up_pass(self, tokens: int, positions: Optional[Tensor]) -> None:
-        """Before a pass of `tokens` positions, where the one before it did not end. Who repeats that one, interrupted as it was, begins where it
-        began; positions that follow on its own say that its tokens are missed."""
+        """Drops a pass that did not end, before a pass of `tokens` positions. A caller who repeats an interrupted pass begins where that one
+        began, and gets a warning. A caller whose positions follow on it expects its tokens, and gets an error."""
         if self._pass is None:
             return
         told = f"TierCache: the last pass ended behind layer {self._pass.layer} of {self.store.config.num_layers}; its tokens are forgotten"
